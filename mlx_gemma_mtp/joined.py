@@ -1,0 +1,71 @@
+"""mlx-lm's attention and MLP with fewer, larger products: q/k/v in one, gate and up in one.
+
+Drop-in modules of the same call signature, put in place after loading. A product is joined only where its parts are
+plain or quantized linear layers of one kind, so adapters and mixed bit widths stay as they are.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.gemma4_text import MLP, Attention, geglu
+
+
+def join(parts: list[nn.Module]) -> nn.Module | None:
+    """One linear layer whose output is the parts' outputs side by side, or None where they differ in kind."""
+    first = parts[0]
+    if any(type(p) is not type(first) or "bias" in p for p in parts):
+        return None
+    if type(first) is nn.QuantizedLinear:
+        if any((p.group_size, p.bits, p.mode) != (first.group_size, first.bits, first.mode) for p in parts):
+            return None
+    elif type(first) is not nn.Linear:
+        return None
+    if len(parts) > 1:
+        for name in list(first.keys()):
+            first[name] = mx.concatenate([p[name] for p in parts])
+    return first
+
+
+class JoinedMLP(nn.Module):
+    """down(gelu(gate) * up) with gate and up as one product."""
+
+    def __init__(self, mlp: MLP, gate_up: nn.Module):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up, mlp.down_proj
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(geglu(gate, up))
+
+
+class JoinedAttention(nn.Module):
+    """Gemma 4 attention of a KV-owning layer with q, k and v (or k = v) as one product."""
+
+    def __init__(self, attention: Attention, qkv: nn.Module):
+        super().__init__()
+        self.n_heads, self.n_kv_heads = attention.n_heads, attention.n_kv_heads
+        self.head_dim, self.scale, self.use_k_eq_v = attention.head_dim, attention.scale, attention.use_k_eq_v
+        self.qkv_proj, self.o_proj, self.rope = qkv, attention.o_proj, attention.rope
+        self.q_norm, self.k_norm, self.v_norm = attention.q_norm, attention.k_norm, attention.v_norm
+
+    def __call__(self, x, mask=None, cache=None, shared_kv=None, offset=None):
+        batch, tokens, _ = x.shape
+        heads = self.qkv_proj(x).reshape(batch, tokens, -1, self.head_dim).transpose(0, 2, 1, 3)
+        queries, keys = heads[:, : self.n_heads], heads[:, self.n_heads : self.n_heads + self.n_kv_heads]
+        values = keys if self.use_k_eq_v else heads[:, self.n_heads + self.n_kv_heads :]
+        offset = cache.offset
+        queries = self.rope(self.q_norm(queries), offset=offset)
+        keys, values = cache.update_and_fetch(self.rope(self.k_norm(keys), offset=offset), self.v_norm(values))
+        output = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
+        return self.o_proj(output.transpose(0, 2, 1, 3).reshape(batch, tokens, -1)), (keys, values), offset
+
+
+def join_layer(layer: nn.Module) -> None:
+    """Joins what can be joined in one decoder layer; call it before the weights are evaluated, or they are held twice."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if gate_up := join([mlp.gate_proj, mlp.up_proj]):
+        layer.mlp = JoinedMLP(mlp, gate_up)
+    if attention.has_kv:
+        parts = [attention.q_proj, attention.k_proj] + ([] if attention.use_k_eq_v else [attention.v_proj])
+        if qkv := join(parts):
+            layer.self_attn = JoinedAttention(attention, qkv)
