@@ -45,7 +45,7 @@ def text_values(config: dict, where: Path) -> dict:
     Raises CheckpointError for a key that is missing or an unknown layer type.
     """
     text = dict(config.get("text_config") or config)
-    per_layer = text.get("per_layer_config") or {}
+    per_layer = {int(index): own for index, own in (text.get("per_layer_config") or {}).items()}  # "05" or "5"
     if config["model_type"] in UNIFIED:
         text = UNIFIED_VALUES | text
     if text.get("expert_intermediate_size") is not None:
@@ -63,7 +63,7 @@ def text_values(config: dict, where: Path) -> dict:
     values |= {name: text.get(name, default) for name, default in OPTIONAL.items()}
     values["global_head_dim"] = text.get("global_head_dim") or text["head_dim"]
     for index, layer_type in enumerate(layer_types):  # the spelling of transformers >= 5.2x
-        own = per_layer.get(str(index), {}) if layer_type == FULL else {}
+        own = per_layer.get(index, {}) if layer_type == FULL else {}
         values["global_head_dim"] = own.get("head_dim", values["global_head_dim"])
         values["num_global_key_value_heads"] = own.get("num_key_value_heads", values["num_global_key_value_heads"])
     return values

@@ -7,7 +7,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from .checkpoint import machine_bytes, read_json
 from .config import check_pair
-from .drafter import load_drafter
+from .drafter import POSITION_OFFSET, load_drafter
 from .errors import CheckpointError, OptionError
 from .pair import Pair
 from .target import load_target
@@ -17,13 +17,20 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 CACHE_BYTES = 2 << 30
 
 
-def load(target: str | Path, drafter: str | Path | None = "auto", dtype: str | None = None, adapter_path=None) -> Pair:
+def load(
+    target: str | Path,
+    drafter: str | Path | None = "auto",
+    dtype: str | None = None,
+    adapter_path: str | Path | None = None,
+    draft_position: int = POSITION_OFFSET,
+) -> Pair:
     """Loads a target and its drafter; everything is evaluated, so that any thread can use the pair.
 
     target: directory of a Gemma 4 checkpoint (Hugging Face or mlx-lm, quantized or not), or of a converted pair.
     drafter: directory of its drafter, None for plain decoding, "auto" for the one that belongs to a converted pair.
     dtype: "float32", "bfloat16" or "float16"; None for float32 on a CPU and the checkpoint's type elsewhere.
     adapter_path: directory of an mlx-lm LoRA adapter for the target.
+    draft_position: position of the drafter's query relative to the pending token (see drafter.POSITION_OFFSET).
     Raises CheckpointError, PairMismatch, DoesNotFit, OptionError.
     """
     if dtype is not None and dtype not in DTYPES:
@@ -38,6 +45,7 @@ def load(target: str | Path, drafter: str | Path | None = "auto", dtype: str | N
     if drafter_directory is not None:
         loaded_drafter = load_drafter(drafter_directory, kind or loaded.dtype)
         check_pair(loaded.args, loaded_drafter.config)
+        loaded_drafter.position_offset = draft_position
     tokenizer = load_tokenizer(directory, read_json(directory / "config.json"), loaded.args.vocab_size)
     return Pair(loaded, loaded_drafter, tokenizer, Path(target).name)
 

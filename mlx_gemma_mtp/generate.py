@@ -1,0 +1,119 @@
+"""python -m mlx_gemma_mtp.generate: one prompt in, streamed text out. Text goes to stdout, everything else to stderr."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+
+from tqdm import tqdm
+
+from .errors import MtpError, OptionError, PromptError
+from .hub import DTYPES, load
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m mlx_gemma_mtp.generate",
+        description="Generate text with a Gemma 4 model and its Multi-Token-Prediction drafter.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH", help="directory of a target, or of a converted pair")
+    add("--drafter", default="auto", metavar="PATH", help='directory of its drafter; "none" for plain decoding')
+    add("--prompt", metavar="TEXT", help="the prompt; - or nothing reads it from stdin")
+    add("--system", metavar="TEXT", help="a system message before the prompt")
+    add("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    add("--max-tokens", type=int, default=256, metavar="N", help="tokens to generate at most (default %(default)s)")
+    add("--draft-length", type=draft_length, metavar="N", help='draft tokens per round, "heuristic", or 0 for plain decoding')
+    add("--draft-position", type=int, choices=(0, -1), default=0, help="position of drafts relative to the pending token")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--ignore-eos", action="store_true", help="go on after stop tokens")
+    add("--dtype", choices=DTYPES, help="type of the weights (default: the checkpoint's; float32 on a CPU)")
+    add("--adapter-path", metavar="PATH", help="mlx-lm LoRA adapter for the target")
+    add("--json", action="store_true", help="print one JSON object with text, tokens and stats instead of the text")
+    return parser.parse_args(arguments)
+
+
+def draft_length(text: str) -> int | str:
+    if text == "heuristic":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "heuristic"') from None
+
+
+def read_prompt(text: str | None) -> str:
+    """The prompt: from the option, from a pipe on stdin, or asked for on a terminal."""
+    if text not in (None, "-"):
+        return text
+    if text is None and sys.stdin.isatty():
+        print("prompt> ", end="", file=sys.stderr, flush=True)
+        return sys.stdin.readline().rstrip("\n")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"stdin is not UTF-8 text (byte {error.start}): convert it to UTF-8") from None
+
+
+def run(options: argparse.Namespace) -> int:
+    prompt = read_prompt(options.prompt)
+    if options.system is not None:
+        if options.raw:
+            raise OptionError("--system needs the chat template, which --raw leaves out: use one of them")
+        if not prompt:
+            raise PromptError("the prompt is empty: give some text")
+        prompt = [{"role": "system", "content": options.system}, {"role": "user", "content": prompt}]
+    drafter = None if options.drafter.lower() == "none" or options.draft_length == 0 else options.drafter
+    pair = load(options.model, drafter, options.dtype, options.adapter_path, options.draft_position)
+    with tqdm(unit="token", desc="prompt", leave=False, disable=not sys.stderr.isatty()) as bar:
+        stream = pair.stream(
+            prompt,
+            max_tokens=options.max_tokens,
+            draft_length=options.draft_length,
+            raw=options.raw,
+            stop=options.stop,
+            ignore_eos=options.ignore_eos,
+            on_prefill=lambda done, total: advance(bar, done, total),
+        )
+        interrupted = False
+        try:
+            for piece in stream:
+                bar.close()
+                if not options.json:
+                    print(piece.text, end="", flush=True)
+        except KeyboardInterrupt:
+            interrupted = True
+            stream.close()
+    completion = stream.completion()
+    if options.json:
+        fields = {"text": completion.text, "tokens": completion.tokens, "finish_reason": completion.finish_reason}
+        print(json.dumps(fields | {"stats": completion.stats.as_dict()}, ensure_ascii=False))
+    else:
+        print(flush=True)
+        print(f"\n{completion.stats}", file=sys.stderr)
+    return 130 if interrupted else 0
+
+
+def advance(bar: tqdm, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    options = parse(arguments)
+    try:
+        return run(options)
+    except MtpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone; keep the interpreter from writing to it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
