@@ -26,12 +26,14 @@ class LayerCache:
 
     keys, values: [B, G, S, E].  length: [B] committed tokens = position of the first token of the pass.
     read: how many slots attention may look at; at least length + T of every row.
+    slots: what the layers of a pass share: where they write, by ring size.
     """
 
-    def __init__(self, window: int | None, keys: mx.array, values: mx.array, length: mx.array, read: int):
+    def __init__(self, window: int | None, keys: mx.array, values: mx.array, length: mx.array, read: int, slots: dict):
         self.window, self.keys, self.values, self.offset = window, keys, values, length
         self.size = keys.shape[2]
         self.read = min(read, self.size)
+        self._slots = slots
 
     def _slot_positions(self, last: mx.array, slots: int) -> mx.array:
         """Positions [B, slots] of the first slots when `last` [B] is the newest position written; negative: empty."""
@@ -65,8 +67,10 @@ class LayerCache:
         tokens = keys.shape[2]
         ring = (self.keys, self.values)
         kept = min(tokens, self.size)
-        positions = self.offset[:, None] + mx.arange(tokens - kept, tokens)
-        slots = (positions % self.size)[:, None, :, None]
+        if self.size not in self._slots:
+            positions = self.offset[:, None] + mx.arange(tokens - kept, tokens)
+            self._slots[self.size] = (positions % self.size)[:, None, :, None]
+        slots = self._slots[self.size]  # [B, 1, T, 1]
         self.keys = mx.put_along_axis(self.keys, slots, keys[:, :, tokens - kept :].astype(self.keys.dtype), axis=2)
         self.values = mx.put_along_axis(self.values, slots, values[:, :, tokens - kept :].astype(self.values.dtype), axis=2)
         if self._is_long(tokens):
@@ -119,7 +123,8 @@ class Cache:
 
     def layers(self, read: int) -> list[LayerCache]:
         """The layers for one pass; `read` as in LayerCache."""
-        return [LayerCache(w, k, v, self.length, read) for w, k, v in zip(self.windows, self.keys, self.values)]
+        slots: dict = {}
+        return [LayerCache(w, k, v, self.length, read, slots) for w, k, v in zip(self.windows, self.keys, self.values)]
 
     def commit(self, layers: list[LayerCache], length: mx.array) -> None:
         """Takes over what a pass wrote and makes `length` [B] tokens count. A smaller length is a roll-back."""

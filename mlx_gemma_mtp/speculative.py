@@ -89,10 +89,13 @@ class Row:
 
 @dataclass
 class Round:
-    """What one round did. drafted: draft tokens verified.  accepted, emitted: per row."""
+    """What one round did.
+
+    drafted: draft tokens verified.  accepted: how many per row, None for one that was finished before.  emitted: per row.
+    """
 
     drafted: int
-    accepted: list[int]
+    accepted: list[int | None]
     emitted: list[list[int]]
 
 
@@ -118,7 +121,8 @@ class Engine:
             pending = mx.take_along_axis(tokens, accepted[:, None], axis=1)  # [B, 1]
             hidden = mx.take_along_axis(hidden, accepted[:, None, None], axis=1)[:, 0]  # [B, D]
             length = length + (accepted + 1) * active
-            return tokens, accepted, pending, hidden, length, [c.keys for c in layers], [c.values for c in layers]
+            report = mx.concatenate([accepted[:, None], tokens], axis=1)
+            return report, pending, hidden, length, [c.keys for c in layers], [c.values for c in layers]
 
         return verify
 
@@ -140,27 +144,27 @@ class Engine:
 
         return draft
 
-    def run_round(self, state: State, active: mx.array, read: int, drafts: int) -> tuple[mx.array, mx.array]:
+    def run_round(self, state: State, active: mx.array, read: int, drafts: int) -> mx.array:
         """Verifies the state's block, commits, drafts anew: changes `state`, evaluates nothing.
 
         active: [B] int32, 0 for rows that are finished and must stay as they are.
         read: slots attention looks at, at least length + T of every row.  drafts: K of the new block.
-        Returns the target's tokens [B, T] and the accepted counts [B].
+        Returns what the host reads of it, [B, 1 + T] int32: the accepted count and the target's tokens.
         """
         cache = state.cache
         verify = self._get(self._verify, cache.windows, read)
-        tokens, accepted, pending, hidden, cache.length, cache.keys, cache.values = verify(
+        report, pending, hidden, cache.length, cache.keys, cache.values = verify(
             state.block, active, cache.length, cache.keys, cache.values
         )
         if drafts == 0:
             state.block, state.confidence = pending, mx.zeros((state.rows, 0))
-            return tokens, accepted
+            return report
         shared = [self.target.shared_layer(kind) for kind in self.drafter.layer_types]
         draft = self._get(self._draft, tuple(cache.windows[i] for i in shared), read, drafts)
         state.block, state.confidence = draft(
             pending, hidden, cache.length, [cache.keys[i] for i in shared], [cache.values[i] for i in shared]
         )
-        return tokens, accepted
+        return report
 
 
 def prefill(target: Target, prompt: list[int], on_prefill: Callable[[int, int], None] | None = None) -> State:
@@ -229,13 +233,12 @@ def decode(engine: Engine, state: State, rows: list[Row], controller: Controller
             committed = mx.array([row.committed for row in rows], mx.int32)
             state.cache.length = mx.where(active, state.cache.length, committed)
         # No row can be further than this: MLX checks no bounds, so the host does before every pass.
-        needed = max(row.committed for row in rows) + sum(width for width, *_ in flight) + state.width
+        needed = max(row.committed for row in rows) + sum(report.shape[1] - 1 for report in flight) + state.width
         state.cache.reserve(needed)
-        width = state.width
         drafts = controller.draft_length if engine.drafter is not None else 0
-        tokens, accepted = engine.run_round(state, active, bucket(needed), drafts)
-        mx.async_eval(tokens, accepted, state.block, state.confidence, *state.cache.arrays)
-        flight.append((width, tokens, accepted))
+        report = engine.run_round(state, active, bucket(needed), drafts)
+        mx.async_eval(report, state.block, state.confidence, *state.cache.arrays)
+        flight.append(report)
 
     def can_run_ahead() -> bool:
         """Whether the next round may start before the last is read: plain decoding, and every row wants its token."""
@@ -247,21 +250,22 @@ def decode(engine: Engine, state: State, rows: list[Row], controller: Controller
         while flight:
             if can_run_ahead():
                 dispatch()
-            report = _read(rows, *flight.popleft())
-            if report.drafted:
-                controller.observe(report.drafted, [n for n in report.accepted if n is not None])
+            round_ = _read(rows, flight.popleft())
+            if round_.drafted:
+                controller.observe(round_.drafted, [n for n in round_.accepted if n is not None])
             if not flight and any(row.finish_reason is None for row in rows):
                 dispatch()
-            yield report
+            yield round_
     finally:
         state.cache.length = mx.array([row.committed for row in rows], mx.int32)
         state.block = mx.array([row.pending for row in rows], mx.int32)[:, None]
         state.confidence = mx.zeros((state.rows, 0))
 
 
-def _read(rows: list[Row], width: int, tokens: mx.array, accepted: mx.array) -> Round:
-    """The one place where the host waits for the device."""
-    was_active = [row.finish_reason is None for row in rows]
-    counts = accepted.tolist()
-    emitted = [row.take(t[: n + 1]) for row, t, n in zip(rows, tokens.tolist(), counts)]
-    return Round(width - 1, [n if on else None for n, on in zip(counts, was_active)], emitted)
+def _read(rows: list[Row], report: mx.array) -> Round:
+    """The one place where the host waits for the device. report: as `run_round` returns it."""
+    accepted, emitted = [], []
+    for row, (count, *tokens) in zip(rows, report.tolist()):
+        accepted.append(count if row.finish_reason is None else None)
+        emitted.append(row.take(tokens[: count + 1]))
+    return Round(report.shape[1] - 2, accepted, emitted)
