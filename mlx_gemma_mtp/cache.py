@@ -103,7 +103,7 @@ class Cache:
     @staticmethod
     def empty(windows, heads, head_sizes, dtype, rows: int = 1) -> "Cache":
         """A cache of no tokens. heads, head_sizes: G and E per layer."""
-        arrays = lambda: [mx.zeros((rows, g, 0, e), dtype) for g, e in zip(heads, head_sizes)]  # noqa: E731
+        arrays = lambda: [mx.zeros((rows, g, 0, e), dtype) for g, e in zip(heads, head_sizes)]
         return Cache(tuple(windows), arrays(), arrays(), mx.zeros((rows,), mx.int32))
 
     @property

@@ -7,6 +7,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
+
 from .errors import CheckpointError, DoesNotFit
 
 ITEM_BYTES = {
@@ -18,11 +20,12 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Tensor:
-    """One entry of a safetensors header."""
+    """One entry of a safetensors header. start: its first byte in the file."""
 
     dtype: str
     shape: tuple[int, ...]
     file: Path
+    start: int = 0
 
     @property
     def size(self) -> int:
@@ -60,7 +63,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
         try:
             entries = json.loads(handle.read(length))
             entries.pop("__metadata__", None)
-            tensors = {n: Tensor(e["dtype"], tuple(e["shape"]), file) for n, e in entries.items()}
+            data = 8 + length
+            tensors = {n: Tensor(e["dtype"], tuple(e["shape"]), file, data + e["data_offsets"][0]) for n, e in entries.items()}
             end = max((e["data_offsets"][1] for e in entries.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise CheckpointError(broken) from None
@@ -88,6 +92,12 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     for file in files:
         tensors |= read_header(file)
     return tensors
+
+
+def weight_bytes(directory: Path, dtype: mx.Dtype | None, dropped: tuple[str, ...]) -> int:
+    """Bytes of a directory's tensors once loaded, floats cast to `dtype`, without those whose names start with `dropped`."""
+    wanted = [t for name, t in read_tensors(directory).items() if not name.startswith(dropped)]
+    return sum(t.size * dtype.size if dtype and t.dtype in FLOATS else t.nbytes for t in wanted)
 
 
 def machine_bytes() -> int:

@@ -13,6 +13,12 @@ UNIFIED = ("gemma4_unified", "gemma4_unified_text", "gemma4_unified_assistant")
 TARGETS = {"gemma4": "gemma4", "gemma4_unified": "gemma4", "gemma4_text": "gemma4_text", "gemma4_unified_text": "gemma4_text"}
 DRAFTERS = ("gemma4_assistant", "gemma4_unified_assistant")
 
+# Vision and audio: never loaded.
+TOWERS = tuple(
+    prefix + name
+    for prefix in ("model.", "")
+    for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "multi_modal_projector")
+)
 REQUIRED = (
     "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "layer_types", "rope_parameters", "sliding_window", "rms_norm_eps", "max_position_embeddings",

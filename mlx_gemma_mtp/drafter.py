@@ -6,11 +6,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gemma4_text import DecoderLayer
 
-from .checkpoint import check_memory, read_tensors
+from .checkpoint import read_tensors
 from .cluster_head import ClusterHead
 from .config import DrafterConfig, load_drafter_config
 from .joined import join_layer
-from .target import load_checkpoint, weight_bytes
+from .target import load_checkpoint
 
 # Position of the drafter's query relative to the pending token's, the same in all steps of a round. References disagree:
 # transformers, LiteRT-LM and OpenVINO use the pending token's position (0), vLLM, SGLang and Ollama one less (-1).
@@ -79,10 +79,9 @@ class Drafter(nn.Module):
 def load_drafter(directory: Path, dtype: mx.Dtype | None) -> Drafter:
     """The drafter in a Hugging Face or mlx-community directory, quantized or not, evaluated.
 
-    Raises CheckpointError, DoesNotFit.
+    Raises CheckpointError.
     """
     raw, config = load_drafter_config(directory)
-    check_memory(weight_bytes(directory, dtype, ()), str(directory))
     clusters = count_clusters(directory)
 
     class Args:  # mlx-lm builds the model from the raw config; ours is checked and complete already

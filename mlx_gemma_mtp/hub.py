@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.gemma4_text import ModelArgs
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from .checkpoint import machine_bytes, read_json
-from .config import check_pair
+from .checkpoint import check_memory, machine_bytes, read_json, weight_bytes
+from .config import TOWERS, check_pair, load_drafter_config, load_target_config
 from .drafter import POSITION_OFFSET, load_drafter
 from .errors import CheckpointError, OptionError
 from .pair import Pair
@@ -38,16 +41,30 @@ def load(
     if dtype is None and mx.default_device() == mx.cpu:
         dtype = "float32"
     directory, drafter_directory = find(Path(target), drafter)
-    _limit_memory()
     kind = DTYPES[dtype] if dtype else None
-    loaded = load_target(directory, kind, None if adapter_path is None else Path(adapter_path))
+    config = load_target_config(directory)
+    needed = weight_bytes(directory, kind, TOWERS)
+    if drafter_directory is not None:
+        check_pair(ModelArgs.from_dict(config.get("text_config", config)), load_drafter_config(drafter_directory)[1])
+        needed += weight_bytes(drafter_directory, kind, ())
+    check_memory(needed, str(target))
+    _limit_memory()
+    loaded = load_target(directory, config, kind, None if adapter_path is None else Path(adapter_path))
     loaded_drafter = None
     if drafter_directory is not None:
         loaded_drafter = load_drafter(drafter_directory, kind or loaded.dtype)
-        check_pair(loaded.args, loaded_drafter.config)
         loaded_drafter.position_offset = draft_position
+    for model in (loaded.model, loaded_drafter):
+        if model is not None and mx.default_device() == mx.cpu:
+            _check_cpu_types(model)
     tokenizer = load_tokenizer(directory, read_json(directory / "config.json"), loaded.args.vocab_size)
     return Pair(loaded, loaded_drafter, tokenizer, Path(target).name)
+
+
+def _check_cpu_types(model: nn.Module) -> None:
+    """Raises OptionError for experts or clusters that MLX's CPU backend cannot multiply: its gather_mm knows float32 only."""
+    if any(type(m) is SwitchLinear and m.weight.dtype != mx.float32 for m in model.modules()):
+        raise OptionError("on a CPU, experts and cluster heads run in float32 only: leave --dtype out, or quantize the weights")
 
 
 def find(target: Path, drafter: str | Path | None) -> tuple[Path, Path | None]:

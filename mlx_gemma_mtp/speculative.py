@@ -108,9 +108,10 @@ class Engine:
 
     def _get(self, make: Callable, *key) -> Callable:
         """A graph per (kind, slots read, drafts): mx.compile itself tells apart shapes of rows, widths and caches."""
-        if (make, *key) not in self._compiled:
-            self._compiled[make, *key] = mx.compile(make(*key))
-        return self._compiled[make, *key]
+        key = (make, *key)
+        if key not in self._compiled:
+            self._compiled[key] = mx.compile(make(*key[1:]))
+        return self._compiled[key]
 
     def _verify(self, windows: tuple, read: int) -> Callable:
         def verify(block, active, length, keys, values):
@@ -200,7 +201,7 @@ def stack(states: list[State]) -> State:
     capacity = max(s.cache.capacity for s in states)
     for state in states:
         state.cache.reserve(capacity)
-    joined = lambda arrays: mx.concatenate(arrays, axis=0)  # noqa: E731
+    joined = lambda arrays: mx.concatenate(arrays, axis=0)
     caches = [s.cache for s in states]
     return State(
         Cache(

@@ -7,9 +7,8 @@ import mlx.nn as nn
 from mlx_lm.models.gemma4_text import logit_softcap
 from mlx_lm.utils import load_adapters, load_model
 
-from . import config as config_module
 from .cache import Cache, LayerCache
-from .checkpoint import FLOATS, check_memory, read_tensors
+from .config import SLIDING, head_size, kv_heads, kv_owners
 from .errors import CheckpointError
 from .joined import join_layer
 
@@ -21,7 +20,7 @@ class Target:
         """model: mlx-lm's `gemma4_text.Model`, weights loaded (lazily or not)."""
         self.model, self.text, self.args = model, model.model, model.args
         self.embed_tokens = self.text.embed_tokens
-        self.owners = config_module.kv_owners(self.args)
+        self.owners = kv_owners(self.args)
         self.dtype = self.text.norm.weight.dtype
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -34,20 +33,17 @@ class Target:
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits [..., V] of hidden states [..., D]."""
-        if self.args.tie_word_embeddings:
-            logits = self.embed_tokens.as_linear(hidden)
-        else:
-            logits = self.model.lm_head(hidden)
-        cap = self.args.final_logit_softcapping
+        head = self.embed_tokens.as_linear if self.args.tie_word_embeddings else self.model.lm_head
+        logits, cap = head(hidden), self.args.final_logit_softcapping
         return logits if cap is None else logit_softcap(cap, logits)
 
     def empty_cache(self, rows: int = 1) -> Cache:
         """A cache of no tokens for this target."""
         args = self.args
         return Cache.empty(
-            [args.sliding_window if kind == config_module.SLIDING else None for kind in self.owners],
-            [config_module.kv_heads(args, kind) for kind in self.owners],
-            [config_module.head_size(args, kind) for kind in self.owners],
+            [args.sliding_window if kind == SLIDING else None for kind in self.owners],
+            [kv_heads(args, kind) for kind in self.owners],
+            [head_size(args, kind) for kind in self.owners],
             self.dtype,
             rows,
         )
@@ -55,20 +51,6 @@ class Target:
     def shared_layer(self, layer_type: str) -> int:
         """Index of the cache entry a drafter's layer of this type reads: the last owner of the type."""
         return max(index for index, kind in enumerate(self.owners) if kind == layer_type)
-
-
-def weight_bytes(directory: Path, dtype: mx.Dtype | None, prefixes: tuple[str, ...]) -> int:
-    """Bytes of the tensors of a directory once loaded, floats cast to `dtype`, without those under `prefixes`."""
-    tensors = read_tensors(directory)
-    wanted = [t for name, t in tensors.items() if not name.startswith(prefixes)]
-    return sum(t.size * dtype.size if dtype and t.dtype in FLOATS else t.nbytes for t in wanted)
-
-
-TOWERS = tuple(
-    prefix + name
-    for prefix in ("model.", "")
-    for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "multi_modal_projector")
-)
 
 
 def load_checkpoint(directory: Path, config: dict, get_classes=None) -> nn.Module:
@@ -81,14 +63,13 @@ def load_checkpoint(directory: Path, config: dict, get_classes=None) -> nn.Modul
         raise CheckpointError(f"{directory} does not fit its config.json: {first}") from error
 
 
-def load_target(directory: Path, dtype: mx.Dtype | None, adapter: Path | None = None) -> Target:
+def load_target(directory: Path, config: dict, dtype: mx.Dtype | None, adapter: Path | None = None) -> Target:
     """The target in a Hugging Face or mlx-lm directory, its products joined, evaluated.
 
-    dtype: type of all floating weights, None for the checkpoint's.  adapter: directory of an mlx-lm LoRA adapter.
-    Raises CheckpointError, DoesNotFit.
+    config: as `load_target_config` returns it.  dtype: type of all floating weights, None for the checkpoint's.
+    adapter: directory of an mlx-lm LoRA adapter.
+    Raises CheckpointError.
     """
-    config = config_module.load_target_config(directory)
-    check_memory(weight_bytes(directory, dtype, TOWERS), str(directory))
     model = load_checkpoint(directory, config)
     if adapter is not None:
         try:

@@ -5,7 +5,6 @@ import mlx.core as mx
 from mlx_gemma_mtp import speculative
 from mlx_gemma_mtp.speculative import Engine, Row
 
-
 SCRIPTS = {
     "right": lambda row, position, index: mx.broadcast_to(mx.array(True), position.shape),
     "wrong": lambda row, position, index: mx.broadcast_to(mx.array(False), position.shape),

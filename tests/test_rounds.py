@@ -2,7 +2,6 @@
 
 import itertools
 
-import mlx.core as mx
 import pytest
 from pairs import FAMILIES, WINDOW
 from scripted import SCRIPTS, ScriptedEngine, run_rows
@@ -10,6 +9,7 @@ from scripted import SCRIPTS, ScriptedEngine, run_rows
 from mlx_gemma_mtp import Fixed, Heuristic
 from mlx_gemma_mtp.cache import MAX_DRAFT_LENGTH, SLACK
 from mlx_gemma_mtp.speculative import Row, State, decode, prefill
+
 
 def cases_of(goldens, family, seed=1, count=6):
     cases = [c for c in goldens(family)["cases"] if c["seed"] == seed]
