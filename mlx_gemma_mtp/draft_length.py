@@ -1,25 +1,38 @@
-"""How many tokens to draft in the next round. Knows counts, not models."""
+"""How many tokens to draft in the next round, and how many of the drafts in hand to verify. Knows counts and seconds only."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .cache import MAX_DRAFT_LENGTH
 from .errors import OptionError
+
+LENGTHS = (0, 1, 2, 3, 4, 6, 8)  # few, since every length is a graph to trace
+BINS = 8
 
 
 class Controller(Protocol):
     """The draft length of one generation."""
 
     draft_length: int
+    wants_confidence: bool
 
-    def observe(self, drafted: int, accepted: list[int]) -> None:
-        """Told after every round: draft tokens verified, and how many of them each row accepted."""
+    def verify(self, drafts: int, confidence: list[list[float]]) -> int:
+        """How many of the drafts in hand are worth verifying. confidence: [B, K] (empty unless wanted)."""
+
+    def observe(self, drafted: int, drafts: int, accepted: list[int], seconds: float | None) -> None:
+        """Told after every round: draft tokens verified, new ones made, how many each row accepted, what it took.
+
+        seconds is None when it could not be measured.
+        """
 
 
 def check(length: int) -> int:
     """`length` itself. Raises OptionError when it is no draft length."""
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= MAX_DRAFT_LENGTH:
-        raise OptionError(f"draft length {length!r}: give a number from 0 (plain decoding) to {MAX_DRAFT_LENGTH}, or heuristic")
+        raise OptionError(
+            f"draft length {length!r}: give a number from 0 (plain decoding) to {MAX_DRAFT_LENGTH}, auto, or heuristic"
+        )
     return length
 
 
@@ -28,6 +41,7 @@ class Fixed:
     """The same draft length in every round; 0 is plain decoding."""
 
     draft_length: int
+    wants_confidence = False
 
     def __post_init__(self):
         check(self.draft_length)
@@ -35,7 +49,10 @@ class Fixed:
     def begin(self) -> Controller:
         return self
 
-    def observe(self, drafted: int, accepted: list[int]) -> None:
+    def verify(self, drafts: int, confidence: list[list[float]]) -> int:
+        return drafts
+
+    def observe(self, drafted: int, drafts: int, accepted: list[int], seconds: float | None) -> None:
         pass
 
 
@@ -60,26 +77,205 @@ class Heuristic:
 @dataclass
 class _HeuristicController:
     draft_length: int
+    wants_confidence = False
 
-    def observe(self, drafted: int, accepted: list[int]) -> None:
-        change = 2 if all(n == drafted for n in accepted) else -1
-        self.draft_length = min(max(self.draft_length + change, 1), MAX_DRAFT_LENGTH)
+    def verify(self, drafts: int, confidence: list[list[float]]) -> int:
+        return drafts
+
+    def observe(self, drafted: int, drafts: int, accepted: list[int], seconds: float | None) -> None:
+        if drafted:
+            change = 2 if all(n == drafted for n in accepted) else -1
+            self.draft_length = min(max(self.draft_length + change, 1), MAX_DRAFT_LENGTH)
 
 
-Policy = Fixed | Heuristic
+@dataclass
+class Knowledge:
+    """What was learned of a pair on this machine: kept between generations.
+
+    verify_seconds: of a pass by width T.  draft_seconds: of one draft step.
+    acceptance: by position, given that the earlier drafts were accepted.
+    by_confidence: acceptance of drafts by the drafter's largest probability, in BINS bins.
+    seen, seen_by_confidence: how many outcomes each of these rests on.
+    """
+
+    verify_seconds: dict[int, float] = field(default_factory=dict)
+    draft_seconds: float = 0.0
+    acceptance: list[float] = field(default_factory=lambda: [0.7] * max(LENGTHS))
+    by_confidence: list[float] = field(default_factory=lambda: [(i + 0.5) / BINS for i in range(BINS)])
+    seen: list[int] = field(default_factory=lambda: [0] * max(LENGTHS))
+    seen_by_confidence: list[int] = field(default_factory=lambda: [0] * BINS)
+
+    def cost(self, width: int, drafts: int) -> float:
+        """Seconds of a round that verifies `width` tokens and makes `drafts` new drafts."""
+        known = sorted(self.verify_seconds)
+        above = min((w for w in known if w >= width), default=known[-1])
+        below = max((w for w in known if w <= width), default=known[0])
+        seconds = self.verify_seconds[below]
+        if above > below:
+            seconds += (self.verify_seconds[above] - seconds) * (width - below) / (above - below)
+        return seconds + drafts * self.draft_seconds
+
+    def learn_cost(self, width: int, drafts: int, seconds: float, weight: float = 0.1) -> None:
+        """Moves the estimate towards a measured round, by at most half of it: other programs use the machine too."""
+        expected = self.cost(width, drafts)
+        error = min(max(seconds - expected, -0.5 * expected), 0.5 * expected)
+        if width not in self.verify_seconds:
+            self.verify_seconds[width] = self.cost(width, 0)
+        share = drafts * self.draft_seconds / expected
+        change = weight * error / expected
+        self.draft_seconds *= 1 + change * share if drafts else 1
+        self.verify_seconds[width] *= 1 + change * (1 + share if drafts else 1)
+
+    def learn_outcome(self, position: int, accepted: bool, confidence: float | None, weight: float) -> None:
+        """One verified draft. weight: of the newest outcome once many are known."""
+        position = min(position, len(self.acceptance) - 1)
+        _learn(self.acceptance, self.seen, position, accepted, weight)
+        if confidence is not None:
+            _learn(self.by_confidence, self.seen_by_confidence, _bin(confidence), accepted, weight)
+
+    def expected_tokens(self, length: int) -> float:
+        """Tokens a round of draft length `length` yields."""
+        total, product = 1.0, 1.0
+        for probability in self.acceptance[:length]:
+            product *= probability
+            total += product
+        return total
+
+    def rate(self, length: int) -> float:
+        """Tokens per second at a draft length."""
+        return self.expected_tokens(length) / self.cost(length + 1, length)
+
+    def best_length(self, lengths=LENGTHS) -> int:
+        return max(lengths, key=self.rate)
 
 
-def as_policy(draft_length: "int | str | Policy | None", configured: int | None) -> Policy:
-    """The policy a user means: a number, "heuristic", a policy itself, or None for the default.
+@dataclass(frozen=True)
+class Auto:
+    """The draft length that yields most tokens per second, from measured costs and acceptances. 0 is plain decoding.
 
-    configured: draft length named by the drafter's generation_config.json, if any.
+    knowledge: what is known of the pair, updated by every round.  calibrate: fills it with the costs of the lengths
+    before the first round, unless they are known.
+    """
+
+    knowledge: Knowledge = field(default_factory=Knowledge)
+    calibrate: Callable[[Knowledge], None] | None = None
+
+    def begin(self) -> Controller:
+        if self.calibrate is not None and not self.knowledge.verify_seconds:
+            self.calibrate(self.knowledge)
+        return AutoController(self.knowledge)
+
+
+class AutoController:
+    """Plays the best known length; while that is 0 it drafts again ever more rarely, to see whether the text has changed.
+
+    Whether draft j is verified depends on confidences up to j and on earlier rounds only: under the residual rule anything
+    that depends on draft j itself would bias the output. So drafts are verified up to the first that is not worth it,
+    never by a look at later ones.
+    """
+
+    wants_confidence = True
+    FIRST_PROBE, LAST_PROBE, PROBE_ROUNDS = 16, 256, 3
+    EXPLORE = 48  # rounds between two looks at a neighbouring length
+
+    def __init__(self, knowledge: Knowledge):
+        self.knowledge = knowledge
+        self.draft_length = knowledge.best_length()
+        self._confidence: list[list[float]] = []
+        self._until_probe = self._interval = self.FIRST_PROBE
+        self._probing = 0
+        self._rounds = 0
+
+    def verify(self, drafts: int, confidence: list[list[float]]) -> int:
+        know = self.knowledge
+        self._confidence = confidence
+        if drafts == 0 or self._probing:
+            return drafts
+        rate = know.rate(know.best_length())
+        widest = 0
+        for row in confidence:
+            product, count = 1.0, 0
+            for sure in row:
+                product *= know.by_confidence[_bin(sure)]
+                if product < rate * self._slope(count, drafts):
+                    break
+                count += 1
+            widest = max(widest, count)
+        return next(length for length in (*LENGTHS, drafts) if widest <= length <= drafts)
+
+    def _slope(self, count: int, drafts: int) -> float:
+        """Seconds of verifying one draft more than `count`, where the cost is a step: the cheapest way up, per draft."""
+        base = self.knowledge.cost(count + 1, 0)
+        return min((self.knowledge.cost(more + 1, 0) - base) / (more - count) for more in range(count + 1, drafts + 1))
+
+    def observe(self, drafted: int, drafts: int, accepted: list[int], seconds: float | None) -> None:
+        know = self.knowledge
+        self._rounds += 1
+        if seconds is not None:
+            if know.verify_seconds:
+                know.learn_cost(drafted + 1, drafts, seconds)
+            else:
+                know.verify_seconds[drafted + 1] = seconds
+        weight = 0.25 if self._probing else 0.02  # a probe's few outcomes must be able to overturn what is stale
+        for row, count in enumerate(accepted):
+            sure = self._confidence[row] if row < len(self._confidence) else []
+            for position in range(min(drafted, count + 1)):
+                confidence = sure[position] if position < len(sure) else None
+                know.learn_outcome(position, position < count, confidence, weight)
+            if count == drafted < len(sure):  # the first draft that was not worth verifying: what is known of its like
+                _learn(know.acceptance, know.seen, drafted, know.by_confidence[_bin(sure[drafted])], weight)
+        self.draft_length = self._choose()
+
+    def _choose(self) -> int:
+        best = self.knowledge.best_length()
+        if best == 0 and self.draft_length:  # once at 0 little is learned: go there on more than noise
+            other = self.knowledge.best_length(LENGTHS[1:])
+            best = other if self.knowledge.rate(other) > 0.97 * self.knowledge.rate(0) else 0
+        if self._probing:
+            self._probing -= 1
+            if not self._probing:  # did it pay?
+                self._interval = self.FIRST_PROBE if best else min(2 * self._interval, self.LAST_PROBE)
+                self._until_probe = self._interval
+            return best or self._probe_length()
+        if best == 0:
+            self._until_probe -= 1
+            if self._until_probe <= 0:
+                self._probing = self.PROBE_ROUNDS
+                return self._probe_length()
+            return 0
+        if self._rounds % self.EXPLORE == 0:  # keeps the neighbours' costs and the next position's acceptance fresh
+            index = LENGTHS.index(best)
+            neighbours = [i for i in (index - 1, index + 1) if 0 < i < len(LENGTHS)]
+            return LENGTHS[neighbours[(self._rounds // self.EXPLORE) % len(neighbours)]]
+        return best
+
+    def _probe_length(self) -> int:
+        return self.knowledge.best_length(LENGTHS[1:3])
+
+
+def _bin(confidence: float) -> int:
+    return min(int(confidence * BINS), BINS - 1)
+
+
+def _learn(values: list[float], seen: list[int], index: int, outcome: float, weight: float) -> None:
+    values[index] += max(weight, 1 / (seen[index] + 2)) * (outcome - values[index])
+    seen[index] += 1
+
+
+Policy = Fixed | Heuristic | Auto
+
+
+def as_policy(draft_length: "int | str | Policy | None", configured: int | None, auto: Auto) -> Policy:
+    """The policy a user means: a number, "auto" (None), "heuristic", or a policy itself.
+
+    configured: draft length named by the drafter's generation_config.json, if any.  auto: the pair's own.
     """
     match draft_length:
-        case None:
-            return Fixed(min(configured or 4, MAX_DRAFT_LENGTH))
+        case None | "auto":
+            return auto
         case "heuristic":
             return Heuristic(min(configured or 5, MAX_DRAFT_LENGTH))
-        case Fixed() | Heuristic():
+        case Fixed() | Heuristic() | Auto():
             return draft_length
         case _:
             return Fixed(draft_length)

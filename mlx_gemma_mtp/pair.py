@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .draft_length import Policy, as_policy
+from .calibration import calibrate_with, load_knowledge
+from .draft_length import Auto, Fixed, Policy, as_policy
 from .drafter import Drafter
 from .errors import OptionError, PromptError
+from .sampling import Sampler, Sampling
 from .speculative import Engine, Row, decode, prefill
 from .stats import Stats
 from .target import Target
@@ -17,10 +19,23 @@ from .tokenizer import Prompt, Tokenizer
 
 @dataclass(frozen=True)
 class Piece:
-    """What one round added. `text` may be empty while a character or a possible stop string is incomplete."""
+    """What one round added. `text` may be empty while a character or a possible stop string is incomplete.
+
+    logprobs: per token, when asked for.
+    """
 
     text: str
     tokens: list[int]
+    logprobs: list["Logprob"]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of an emitted token under the target, before penalties and warps; top: the most probable (id, logprob)."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -31,6 +46,7 @@ class Completion:
     tokens: list[int]
     finish_reason: str
     stats: Stats
+    logprobs: list[Logprob]
 
     def __repr__(self) -> str:
         return f"{self.text}\n\n[{self.finish_reason}]\n{self.stats}"
@@ -42,6 +58,7 @@ class Pair:
     def __init__(self, target: Target, drafter: Drafter | None, tokenizer: Tokenizer, name: str):
         self.target, self.drafter, self.tokenizer, self.name = target, drafter, tokenizer, name
         self.engine = Engine(target, drafter)
+        self.auto = Auto(load_knowledge(self.engine), calibrate_with(self.engine)) if drafter else Fixed(0)
 
     def __repr__(self) -> str:
         args = self.target.args
@@ -57,6 +74,9 @@ class Pair:
         *,
         max_tokens: int = 256,
         draft_length: int | str | Policy | None = None,
+        sampling: Sampling | None = None,
+        logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
+        logprobs: int | None = None,
         raw: bool = False,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
@@ -66,8 +86,11 @@ class Pair:
 
         prompt: text (a user's message when the checkpoint has a chat template, unless `raw`), a list of messages, or
         token ids.  max_tokens: how many at most.  draft_length: 0 for plain decoding, a number, "heuristic", or a
-        policy object; None for the default.  stop: strings that end the text and are not part of it.  ignore_eos: go on
-        after stop ids.  on_prefill: called with (tokens done, tokens in all) while a long prompt is read.
+        policy object; None for "auto".  sampling: how tokens are chosen, None for the checkpoint's own way.
+        logits_processors: functions from (tokens so far [n], logits [1, V]) to logits [1, V], applied at every position.
+        logprobs: report the log-probability of every token, and of this many of the most probable; None for neither.
+        stop: strings that end the text and are not part of it.  ignore_eos: go on after stop ids.
+        on_prefill: called with (tokens done, tokens in all) while a long prompt is read.
         Returns an iterator of pieces; its `completion()` gives the text, tokens and statistics so far.
         Raises PromptError, OptionError.
         """
@@ -83,10 +106,18 @@ class Pair:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(s, str) and s for s in stops):
             raise OptionError(f"stop {stop!r}: give a string or several, none of them empty")
-        configured = self.drafter.config.draft_length if self.drafter else None
-        policy = as_policy(draft_length, configured)
-        row = Row(len(ids) - 1, ids[-1], max_tokens, frozenset() if ignore_eos else self.tokenizer.stop_ids)
-        return Stream(self, ids, row, policy, stops, on_prefill)
+        if logprobs is not None and (isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= 64):
+            raise OptionError(f"logprobs {logprobs!r}: give a number from 0 to 64")
+        policy = as_policy(draft_length, self.drafter.config.draft_length if self.drafter else None, self.auto)
+        sampler = Sampler.of(
+            [(sampling or Sampling()).resolve(self.tokenizer.generation)],
+            self.target.args.vocab_size,
+            self.tokenizer.suppressed,
+            logprobs,
+            (tuple(logits_processors),) if logits_processors else (),
+        )
+        row = Row(ids, max_tokens, frozenset() if ignore_eos else self.tokenizer.stop_ids)
+        return Stream(self, row, policy, sampler, stops, on_prefill)
 
     def generate(self, prompt: Prompt, **options) -> Completion:
         """All of `stream` at once, with the same arguments."""
@@ -99,11 +130,9 @@ class Pair:
 class Stream:
     """A running generation of one row: an iterator of pieces that owns the state and frees it when it ends."""
 
-    def __init__(self, pair: Pair, prompt: list[int], row: Row, policy: Policy, stops: tuple[str, ...], on_prefill):
-        self._row, self._stops = row, stops
-        self._stats = Stats(len(prompt))
-        self._text = ""
-        self._pieces = self._run(pair, prompt, policy, on_prefill)
+    def __init__(self, pair: Pair, row: Row, policy: Policy, sampler: Sampler, stops: tuple[str, ...], on_prefill):
+        self._row, self._stats, self._text, self._logprobs = row, Stats(len(row.prompt)), "", []
+        self._pieces = self._run(pair, policy, sampler, stops, on_prefill)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -117,16 +146,18 @@ class Stream:
 
     def completion(self) -> Completion:
         """What was generated so far. finish_reason is "length" while it runs."""
-        return Completion(self._text, list(self._row.tokens), self._row.finish_reason or "length", self._stats)
+        reason = self._row.finish_reason or "length"
+        return Completion(self._text, list(self._row.tokens), reason, self._stats, list(self._logprobs))
 
-    def _run(self, pair: Pair, prompt: list[int], policy: Policy, on_prefill) -> Iterator[Piece]:
+    def _run(self, pair: Pair, policy: Policy, sampler: Sampler, stops: tuple[str, ...], on_prefill) -> Iterator[Piece]:
         row, stats = self._row, self._stats
-        text = TextStream(pair.tokenizer, self._stops, pair.tokenizer.stop_ids)
+        text = TextStream(pair.tokenizer, stops, pair.tokenizer.stop_ids)
+        controller = policy.begin()
         mx.reset_peak_memory()
         start = time.perf_counter()
-        state = prefill(pair.target, prompt, on_prefill)
+        state = prefill(pair.target, row.prompt, on_prefill)
         first = None
-        for round_ in decode(pair.engine, state, [row], policy.begin()):
+        for round_ in decode(pair.engine, state, [row], controller, sampler):
             now = time.perf_counter()
             if first is None:
                 first = now
@@ -142,8 +173,10 @@ class Stream:
             stats.generated_tokens = len(row.tokens)
             stats.prefill_seconds, stats.decode_seconds = first - start, now - first
             stats.peak_memory_bytes = mx.get_peak_memory()
+            scores = [Logprob(token, *score) for token, score in zip(emitted, round_.logprobs[0])]
             self._text += piece
-            yield Piece(piece, emitted)
+            self._logprobs += scores
+            yield Piece(piece, emitted, scores)
 
 
 class TextStream:

@@ -5,21 +5,24 @@ one evaluation; the host reads a round's result in one place (`_read`) and, befo
 dispatched the next round. Knows nothing of text.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from . import sampling
 from .cache import Cache, bucket
 from .draft_length import Controller
 from .drafter import Drafter
-from .sampling import accept, choose
+from .sampling import Method, Sampler
 from .target import Target
 
 PREFILL_TOKENS = 1024
 # Attention of head size 512 has no fused kernel: a chunk of T tokens holds H x T x S scores. Chunks shrink to keep that.
 SCORE_BYTES = 1 << 30
+GREEDY = Sampler()
 
 
 @dataclass
@@ -28,12 +31,14 @@ class State:
 
     cache: every committed token except the pending one; cache.length = position of the pending token.
     block: [B, K+1] int32, the pending token followed by K draft tokens.
-    confidence: [B, K] float32, the drafter's probability of each draft token.
+    confidence: [B, K] float32, the drafter's largest probability at each draft token.
+    carried: what the sampling method hands from round to round: history [B, C], log_q and q_ids [B, K, C].
     """
 
     cache: Cache
     block: mx.array
     confidence: mx.array
+    carried: dict[str, mx.array] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -48,11 +53,10 @@ class State:
 class Row:
     """What the host knows of one row.
 
-    start: its committed tokens before the first round.  first: the token pending then.
+    prompt: all its tokens before the first round, the pending one last.
     """
 
-    start: int
-    first: int
+    prompt: list[int]
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
@@ -61,11 +65,16 @@ class Row:
     @property
     def committed(self) -> int:
         """Tokens of this row that belong in the cache: all but the last emitted, which is pending."""
-        return self.start + len(self.tokens)
+        return len(self.prompt) - 1 + len(self.tokens)
 
     @property
     def pending(self) -> int:
-        return self.tokens[-1] if self.tokens else self.first
+        return (self.tokens or self.prompt)[-1]
+
+    def history(self, count: int) -> list[int]:
+        """The last `count` tokens through the pending one; -1 where there are fewer."""
+        tokens = (self.prompt + self.tokens)[-count:]
+        return [-1] * (count - len(tokens)) + tokens
 
     def take(self, tokens: list[int]) -> list[int]:
         """Emits what of a round's tokens may be emitted: nothing after a stop id, nothing over budget."""
@@ -91,12 +100,14 @@ class Row:
 class Round:
     """What one round did.
 
-    drafted: draft tokens verified.  accepted: how many per row, None for one that was finished before.  emitted: per row.
+    drafted: draft tokens verified.  accepted: how many per row, None for one that was finished before.
+    emitted: tokens per row.  logprobs: per row and token, its log-probability and the most probable (id, log-probability).
     """
 
     drafted: int
     accepted: list[int | None]
     emitted: list[list[int]]
+    logprobs: list[list[tuple[float, list[tuple[int, float]]]]]
 
 
 class Engine:
@@ -106,66 +117,109 @@ class Engine:
         self.target, self.drafter = target, drafter
         self._compiled: dict[tuple, Callable] = {}
 
-    def _get(self, make: Callable, *key) -> Callable:
-        """A graph per (kind, slots read, drafts): mx.compile itself tells apart shapes of rows, widths and caches."""
-        key = (make, *key)
+    def _get(self, make: Callable[[], Callable], *key) -> Callable:
+        """The graph of a key; mx.compile itself tells apart shapes of rows, widths and caches."""
         if key not in self._compiled:
-            self._compiled[key] = mx.compile(make(*key[1:]))
+            self._compiled[key] = mx.compile(make())
         return self._compiled[key]
 
-    def _verify(self, windows: tuple, read: int) -> Callable:
-        def verify(block, active, length, keys, values):
+    def _verify(self, windows: tuple, read: int, sampler: Sampler, texts: list[list[int]] | None = None) -> Callable:
+        target, method = self.target, sampler.method
+
+        def verify(block, active, length, keys, values, knobs, carried):
             layers = Cache(windows, keys, values, length).layers(read)
-            hidden = self.target.hidden(block, layers)  # [B, T, D]
-            tokens = choose(self.target.logits(hidden))  # [B, T]
-            accepted = accept(block[:, 1:], tokens)  # [B]
+            hidden = target.hidden(block, layers)  # [B, T, D]
+            raw = target.logits(hidden)  # [B, T, V]
+            seen = sampling.seen_tokens(carried["history"], block[:, 1:]) if method.penalty_context else None
+            logits = sampling.adjust(raw, knobs, method, seen)
+            if texts is not None:
+                logits = process(logits, block, texts, sampler.processors)
+            width = block.shape[1]
+            position = length[:, None] + 1 + mx.arange(width)
+            proposal = tuple(carried[name][:, : width - 1] for name in ("log_q", "q_ids") if name in carried)
+            accepted, tokens = sampling.select(logits, block[:, 1:], proposal, position, knobs, method)
             pending = mx.take_along_axis(tokens, accepted[:, None], axis=1)  # [B, 1]
-            hidden = mx.take_along_axis(hidden, accepted[:, None, None], axis=1)[:, 0]  # [B, D]
-            length = length + (accepted + 1) * active
-            report = mx.concatenate([accepted[:, None], tokens], axis=1)
-            return report, pending, hidden, length, [c.keys for c in layers], [c.values for c in layers]
+            outputs = {
+                "report": mx.concatenate([accepted[:, None], tokens], axis=1),
+                "pending": pending,
+                "hidden": mx.take_along_axis(hidden, accepted[:, None, None], axis=1)[:, 0],  # [B, D]
+                "length": length + (accepted + 1) * active,
+                "keys": [c.keys for c in layers],
+                "values": [c.values for c in layers],
+            }
+            if method.penalty_context:
+                outputs["history"] = sampling.remember(carried["history"], tokens, accepted + 1)
+            if method.logprobs is not None:
+                outputs["logprobs"] = sampling.log_probabilities(raw, tokens, method.logprobs)
+            return outputs
 
         return verify
 
-    def _draft(self, windows: tuple, read: int, drafts: int) -> Callable:
+    def _draft(self, windows: tuple, read: int, drafts: int, method: Method) -> Callable:
         drafter, target = self.drafter, self.target
 
-        def draft(pending, hidden, length, keys, values):
+        def draft(pending, hidden, length, keys, values, knobs):
             layers = Cache(windows, keys, values, length).layers(read)
             lent = {kind: layer.lend() for kind, layer in zip(drafter.layer_types, layers)}
-            block, confidence = [pending], []
-            for _ in range(drafts):
+            block, confidence, proposals = [pending], [], []
+            for index in range(drafts):
                 embedding = target.embed(block[-1][:, 0])  # [B, D]
                 scores, ids, hidden = drafter.step(embedding, hidden, length, lent)  # [B, N]
-                best = choose(scores)[:, None]
-                peak = mx.take_along_axis(scores, best, axis=1)
-                confidence.append(mx.exp(peak - mx.logsumexp(scores, axis=1, keepdims=True)))
-                block.append(best if ids is None else mx.take_along_axis(ids, best, axis=1))
-            return mx.concatenate(block, axis=1), mx.concatenate(confidence, axis=1)
+                token, sure, proposal = sampling.draft_token(scores, ids, length + (1 + index), knobs, method)
+                block.append(token)
+                confidence.append(sure)
+                proposals.append(proposal)
+            carried = {}
+            if method.rule == "residual":
+                carried = {name: mx.concatenate(p, axis=1) for name, p in zip(("log_q", "q_ids"), zip(*proposals))}
+            return mx.concatenate(block, axis=1), mx.concatenate(confidence, axis=1), carried
 
         return draft
 
-    def run_round(self, state: State, active: mx.array, read: int, drafts: int) -> mx.array:
+    def run_round(self, state: State, active, read: int, drafts: int, sampler: Sampler = GREEDY, texts=None) -> dict:
         """Verifies the state's block, commits, drafts anew: changes `state`, evaluates nothing.
 
         active: [B] int32, 0 for rows that are finished and must stay as they are.
         read: slots attention looks at, at least length + T of every row.  drafts: K of the new block.
-        Returns what the host reads of it, [B, 1 + T] int32: the accepted count and the target's tokens.
+        texts: all tokens of every row through the pending one, for a sampler with processors.
+        Returns what the host reads of it: "report" [B, 1 + T] int32, the accepted count and the tokens; "logprobs".
         """
-        cache = state.cache
-        verify = self._get(self._verify, cache.windows, read)
-        report, pending, hidden, cache.length, cache.keys, cache.values = verify(
-            state.block, active, cache.length, cache.keys, cache.values
-        )
+        cache, method = state.cache, sampler.method
+        if texts is None:
+            verify = self._get(lambda: self._verify(cache.windows, read, sampler), "verify", cache.windows, read, method)
+        else:  # a user's Python between the target and the choice: nothing to compile
+            verify = self._verify(cache.windows, read, sampler, texts)
+        done = verify(state.block, active, cache.length, cache.keys, cache.values, sampler.knobs, state.carried)
+        cache.length, cache.keys, cache.values = done.pop("length"), done.pop("keys"), done.pop("values")
+        pending, hidden = done.pop("pending"), done.pop("hidden")
+        state.carried = {"history": done.pop("history")} if "history" in done else {}
         if drafts == 0:
             state.block, state.confidence = pending, mx.zeros((state.rows, 0))
-            return report
+            return done
         shared = [self.target.shared_layer(kind) for kind in self.drafter.layer_types]
-        draft = self._get(self._draft, tuple(cache.windows[i] for i in shared), read, drafts)
-        state.block, state.confidence = draft(
-            pending, hidden, cache.length, [cache.keys[i] for i in shared], [cache.values[i] for i in shared]
-        )
-        return report
+        windows = tuple(cache.windows[i] for i in shared)
+        draft = self._get(lambda: self._draft(windows, read, drafts, method), "draft", windows, read, drafts, method)
+        keys, values = [cache.keys[i] for i in shared], [cache.values[i] for i in shared]
+        state.block, state.confidence, carried = draft(pending, hidden, cache.length, keys, values, sampler.knobs)
+        state.carried |= carried
+        return done
+
+
+def process(logits: mx.array, block: mx.array, texts: list[list[int]], processors) -> mx.array:
+    """A user's processors at every position of a block, each with the tokens it would see in plain decoding.
+
+    logits: [B, T, V].  block: [B, T].  texts: per row, all tokens through the pending one, block[:, 0].
+    """
+    rows = []
+    for row, (text, functions) in enumerate(zip(texts, processors)):
+        before, line = mx.array(text, mx.int32), []
+        for position in range(block.shape[1]):
+            tokens, scores = mx.concatenate([before, block[row, 1 : position + 1]]), logits[row, position][None]
+            for function in functions:
+                scores = function(tokens, scores)
+            line.append(scores[0])
+        rows.append(mx.stack(line))
+    return mx.stack(rows)
 
 
 def prefill(target: Target, prompt: list[int], on_prefill: Callable[[int, int], None] | None = None) -> State:
@@ -216,7 +270,9 @@ def stack(states: list[State]) -> State:
     )
 
 
-def decode(engine: Engine, state: State, rows: list[Row], controller: Controller) -> Iterator[Round]:
+def decode(
+    engine: Engine, state: State, rows: list[Row], controller: Controller, sampler: Sampler = GREEDY
+) -> Iterator[Round]:
     """Runs rounds until every row is finished; yields after each one, the next already running.
 
     Changes `state` and `rows`. When it ends or is closed, the state holds exactly the rows' tokens, the last one
@@ -225,8 +281,12 @@ def decode(engine: Engine, state: State, rows: list[Row], controller: Controller
     flight: deque = deque()
     active = mx.ones((state.rows,), mx.int32)
     was_active = [True] * state.rows
+    if sampler.method.penalty_context:
+        state.carried = {"history": mx.array([row.history(sampler.method.penalty_context) for row in rows], mx.int32)}
 
-    def dispatch() -> None:
+    last_read = 0.0
+
+    def dispatch(width: int) -> None:
         nonlocal active, was_active
         is_active = [row.finish_reason is None for row in rows]
         if is_active != was_active:  # a finished row stays where its last token is
@@ -234,39 +294,50 @@ def decode(engine: Engine, state: State, rows: list[Row], controller: Controller
             committed = mx.array([row.committed for row in rows], mx.int32)
             state.cache.length = mx.where(active, state.cache.length, committed)
         # No row can be further than this: MLX checks no bounds, so the host does before every pass.
-        needed = max(row.committed for row in rows) + sum(report.shape[1] - 1 for report in flight) + state.width
+        needed = max(row.committed for row in rows) + sum(done["report"].shape[1] - 1 for done, *_ in flight) + width
         state.cache.reserve(needed)
+        state.block = state.block[:, :width]
         drafts = controller.draft_length if engine.drafter is not None else 0
-        report = engine.run_round(state, active, bucket(needed), drafts)
-        mx.async_eval(report, state.block, state.confidence, *state.cache.arrays)
-        flight.append(report)
+        texts = [row.prompt + row.tokens for row in rows] if sampler.processors else None
+        done = engine.run_round(state, active, bucket(needed), drafts, sampler, texts)
+        start = time.perf_counter()
+        mx.async_eval(done, state.block, state.confidence, state.carried, *state.cache.arrays)
+        flight.append((done, state.confidence, drafts, start))
 
     def can_run_ahead() -> bool:
         """Whether the next round may start before the last is read: plain decoding, and every row wants its token."""
         wanted = min((r.max_tokens - len(r.tokens) for r in rows if r.finish_reason is None), default=0)
-        return state.width == 1 and len(flight) < min(2, wanted)
+        return state.width == 1 and len(flight) < min(2, wanted) and not sampler.processors
 
     try:
-        dispatch()
+        dispatch(state.width)
         while flight:
             if can_run_ahead():
-                dispatch()
-            round_ = _read(rows, flight.popleft())
-            if round_.drafted:
-                controller.observe(round_.drafted, [n for n in round_.accepted if n is not None])
+                dispatch(1)
+            done, confidence, drafts, start = flight.popleft()
+            start, asked = max(start, last_read), time.perf_counter()
+            round_ = _read(rows, done)
+            confidence = confidence.tolist() if controller.wants_confidence else []
+            last_read = time.perf_counter()
+            # A read that did not have to wait says only that the consumer was slower than the device.
+            seconds = last_read - start if last_read - asked > 0.1 * (last_read - start) else None
+            controller.observe(round_.drafted, drafts, [n for n in round_.accepted if n is not None], seconds)
             if not flight and any(row.finish_reason is None for row in rows):
-                dispatch()
+                dispatch(1 + controller.verify(state.width - 1, confidence))
             yield round_
     finally:
         state.cache.length = mx.array([row.committed for row in rows], mx.int32)
         state.block = mx.array([row.pending for row in rows], mx.int32)[:, None]
-        state.confidence = mx.zeros((state.rows, 0))
+        state.confidence, state.carried = mx.zeros((state.rows, 0)), {}
 
 
-def _read(rows: list[Row], report: mx.array) -> Round:
-    """The one place where the host waits for the device. report: as `run_round` returns it."""
-    accepted, emitted = [], []
-    for row, (count, *tokens) in zip(rows, report.tolist()):
+def _read(rows: list[Row], done: dict) -> Round:
+    """The one place where the host waits for the device. done: as `run_round` returns it."""
+    report = done["report"]
+    accepted, emitted, logprobs = [], [], []
+    own, top, top_ids = (a.tolist() for a in done["logprobs"]) if "logprobs" in done else ([[]] * len(rows),) * 3
+    for row, (count, *tokens), *scores in zip(rows, report.tolist(), own, top, top_ids):
         accepted.append(count if row.finish_reason is None else None)
         emitted.append(row.take(tokens[: count + 1]))
-    return Round(report.shape[1] - 2, accepted, emitted)
+        logprobs.append([(o, list(zip(i, t))) for o, t, i, _ in zip(*scores, emitted[-1])])
+    return Round(report.shape[1] - 2, accepted, emitted, logprobs)

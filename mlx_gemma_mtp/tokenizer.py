@@ -8,14 +8,29 @@ from mlx_lm.tokenizer_utils import load as load_wrapper
 from .checkpoint import read_json
 from .errors import CheckpointError, PromptError
 
+# Keys of config.json: what stands for images, audio and video, which a text-only run must not emit.
+MEDIA_TOKENS = (
+    "boi_token_id", "eoi_token_id", "image_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id",
+    "video_token_id",
+)  # fmt: skip
 Prompt = str | list[dict] | list[int]
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint. A checkpoint without one takes and gives token ids only."""
 
-    def __init__(self, wrapper: TokenizerWrapper | None, vocab_size: int, bos_id: int | None, stop_ids: frozenset[int]):
+    def __init__(
+        self,
+        wrapper: TokenizerWrapper | None,
+        vocab_size: int,
+        bos_id: int | None,
+        stop_ids: frozenset[int],
+        generation: dict | None = None,
+        suppressed: tuple[int, ...] = (),
+    ):
+        """generation: the checkpoint's generation_config.json.  suppressed: ids a text-only run must not emit."""
         self.wrapper, self.vocab_size, self.bos_id, self.stop_ids = wrapper, vocab_size, bos_id, stop_ids
+        self.generation, self.suppressed = generation or {}, suppressed
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Ids of a prompt, at least one.
@@ -82,4 +97,12 @@ def load_tokenizer(directory: Path, config: dict, vocab_size: int) -> Tokenizer:
             wrapper = load_wrapper(directory)
         except Exception as error:  # transformers and tokenizers raise many kinds for a broken file
             raise CheckpointError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0]}") from error
-    return Tokenizer(wrapper, vocab_size, bos, frozenset([stop] if isinstance(stop, int) else stop))
+    suppressed = {*generation.get("suppress_tokens", ()), *(config[name] for name in MEDIA_TOKENS if name in config)}
+    return Tokenizer(
+        wrapper,
+        vocab_size,
+        bos,
+        frozenset([stop] if isinstance(stop, int) else stop),
+        generation,
+        tuple(sorted(token for token in suppressed if isinstance(token, int) and 0 <= token < vocab_size)),
+    )

@@ -12,6 +12,14 @@ import mlx_gemma_mtp
 GOLDENS = Path(__file__).parent / "goldens"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_directory(tmp_path_factory):
+    """Costs measured by tests are nobody else's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLX_GEMMA_MTP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def make_pair_directory(tmp_path_factory):
     """(family, seed, **options) -> directory of a random pair, written once."""

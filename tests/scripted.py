@@ -15,11 +15,11 @@ SCRIPTS = {
 }
 
 
-def run_rows(engine, prompts, max_tokens, policy, stop_ids=frozenset(), on_round=None):
+def run_rows(engine, prompts, max_tokens, policy, stop_ids=frozenset(), on_round=None, sampler=speculative.GREEDY):
     """Decodes prompts as rows of one batch. Returns the rows. on_round(state, rows, round) after each."""
     state = speculative.stack([speculative.prefill(engine.target, p) for p in prompts])
-    rows = [Row(len(p) - 1, p[-1], n, stop_ids) for p, n in zip(prompts, max_tokens)]
-    for round_ in speculative.decode(engine, state, rows, policy.begin()):
+    rows = [Row(p, n, stop_ids) for p, n in zip(prompts, max_tokens)]
+    for round_ in speculative.decode(engine, state, rows, policy.begin(), sampler):
         if on_round:
             on_round(state, rows, round_)
     return rows
@@ -37,14 +37,14 @@ class ScriptedEngine(Engine):
         self.right = mx.array([ids + [0] * (longest + 40 - len(ids)) for ids in right], mx.int32)
         self.script = script
 
-    def _draft(self, windows, read, drafts):
-        def draft(pending, hidden, length, keys, values):
+    def _draft(self, windows, read, drafts, method):
+        def draft(pending, hidden, length, keys, values, knobs):
             index = mx.arange(drafts)[None]
             position = length[:, None] + 1 + index
             right = mx.take_along_axis(self.right, position, axis=1)
             wrong = (right + 1) % self.target.args.vocab_size
             row = mx.arange(pending.shape[0])[:, None]
             block = mx.where(self.script(row, position, index), right, wrong)
-            return mx.concatenate([pending, block], axis=1), mx.ones(block.shape)
+            return mx.concatenate([pending, block], axis=1), mx.ones(block.shape), {}
 
         return draft

@@ -1,12 +1,17 @@
 """Token for token what transformers computes, for all families and draft lengths, across the window."""
 
+import os
+
 import mlx.core as mx
 import pytest
 from pairs import FAMILIES, WINDOW
 from scripted import run_rows
 
-from mlx_gemma_mtp import Fixed, Heuristic, speculative
+import mlx_gemma_mtp
+from mlx_gemma_mtp import Fixed, Heuristic, Sampling, speculative
+from mlx_gemma_mtp.speculative import Engine
 
+GREEDY = Sampling(temperature=0)
 LENGTHS = [0, 1, 2, 3, 4, 7, "heuristic"]
 
 
@@ -59,3 +64,76 @@ def test_logits_equal_transformers(load_pair, goldens, family):
     for name, position in (("first", len(case["prompt"]) - 1), ("last", len(ids) - 1)):
         expected = mx.array(case["logits"][name])
         assert mx.allclose(logits[position][mx.array(case["logits"]["ids"])], expected, atol=2e-4), name
+
+
+def drafts_of_rounds(pair, case, policy, engine=Engine):
+    """Per round of a generation: how many tokens were out when its block was drafted, and the drafts verified."""
+    seen = []
+
+    class Spy(engine):
+        def run_round(self, state, active, read, drafts, *rest):
+            done = super().run_round(state, active, read, drafts, *rest)
+            blocks.append(state.block)
+            return done
+
+    blocks = []
+    spy = Spy(pair.target, pair.drafter)
+    note = lambda state, rows, round_: seen.append((len(rows[0].tokens), round_))
+    run_rows(spy, [case["prompt"]], [len(case["tokens"])], policy, on_round=note)
+    return seen, [block.tolist()[0] for block in blocks]
+
+
+@pytest.mark.parametrize("drafts", [1, 4, 7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_draft_tokens_equal_the_reference_drafter(load_pair, goldens, family, drafts):
+    """Over whole generations with partial rejections of every length, from committed keys only, across the window."""
+    pair, compared = load_pair(family, 1), 0
+    for case in (c for c in goldens(family)["cases"] if "drafts" in c):
+        right = mx.array(case["prompt"] + case["tokens"] + [0] * 40, mx.int32)
+        for shift in range(3):
+
+            class Forced(Engine):
+                """Commits as much of the true text as a script says, whatever was drafted: drafts depend on nothing else."""
+
+                def _verify(self, windows, read, sampler, texts=None, shift=shift):
+                    honest = super()._verify(windows, read, sampler, texts)
+
+                    def verify(block, active, length, *rest):
+                        index = length[:, None] + 1 + mx.arange(block.shape[1] - 1)
+                        keep = mx.arange(block.shape[1] - 1) < (length[:, None] * 5 + shift) % (block.shape[1] + 1)
+                        truth = right[index]
+                        block = mx.concatenate([block[:, :1], mx.where(keep, truth, (truth + 1) % 512)], axis=1)
+                        return honest(block, active, length, *rest)
+
+                    return verify
+
+            seen, blocks = drafts_of_rounds(pair, case, Fixed(drafts), Forced)
+            for (count, _), block in zip(seen, blocks):
+                if count == len(case["tokens"]):
+                    break  # the last block may have been cut
+                assert block[0] == case["tokens"][count - 1]
+                for ours, theirs in zip(block[1:], case["drafts"][count - 1]):
+                    if theirs is not None:
+                        assert ours == theirs
+                        compared += 1
+    assert compared > 100
+
+
+def test_acceptance_on_a_trained_pair_equals_the_reference_loop(goldens):
+    """The accepted counts of every round, when the trained pair the golden was made of is at hand."""
+    directory = os.environ.get("TRAINED_PAIR")
+    if not directory:
+        pytest.skip("set TRAINED_PAIR to the directory of the pair the golden was made of")
+    pair = mlx_gemma_mtp.load(f"{directory}/target", f"{directory}/assistant")
+    totals = [0] * 4
+    for case in goldens("real")["cases"]:
+        for draft_length in LENGTHS:
+            done = pair.generate(
+                case["prompt"], max_tokens=len(case["tokens"]), draft_length=draft_length, sampling=GREEDY, ignore_eos=True
+            )
+            assert done.tokens == case["tokens"]
+        seen, _ = drafts_of_rounds(pair, case, Fixed(4))
+        rounds = [[before - 1, r.accepted[0]] for (before, _), (_, r) in zip(seen, seen[1:])]
+        assert rounds[: len(case["rounds"])] == case["rounds"]
+        totals = [t + sum(n > i for _, n in case["rounds"]) for i, t in enumerate(totals)]
+    assert totals == [sum(c["accepted_by_position"][i] for c in goldens("real")["cases"]) for i in range(4)]

@@ -8,7 +8,7 @@ import mlx_gemma_mtp
 
 ORDER = [
     "errors", "checkpoint", "config", "cache", "sampling", "draft_length", "joined", "target", "cluster_head", "drafter",
-    "speculative", "tokenizer", "stats", "pair", "hub", "generate",
+    "speculative", "calibration", "tokenizer", "stats", "pair", "hub", "generate",
 ]  # fmt: skip
 PACKAGE = Path(mlx_gemma_mtp.__file__).parent
 

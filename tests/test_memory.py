@@ -53,8 +53,8 @@ def peak_of_rounds(pair, state, rounds, hold_view=False):
         mx.reset_peak_memory()
         live = mx.get_active_memory()
         read = bucket(LONG + 5 * (rounds + 2))
-        report = pair.engine.run_round(state, active, read, 4)
-        mx.eval(report, state.block, *state.cache.arrays)
+        done = pair.engine.run_round(state, active, read, 4)
+        mx.eval(done, state.block, *state.cache.arrays)
         if count >= 2:  # the first have another width, or make the graph
             worst = max(worst, mx.get_peak_memory() - live)
         del view
@@ -77,7 +77,7 @@ def test_the_bound_on_copies_fails_when_a_view_is_kept(wide_pair):
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_plain_decoding_and_drafting_hold_no_copy_of_the_cache_while_they_run_ahead(wide_pair, drafts):
     state = long_state(wide_pair, LONG)
-    row = Row(LONG, 5, 30)
+    row = Row([5] * (LONG + 1), 30)
     running = decode(wide_pair.engine, state, [row], Fixed(drafts).begin())
     for _ in range(5):
         next(running)
@@ -92,7 +92,7 @@ def test_plain_decoding_and_drafting_hold_no_copy_of_the_cache_while_they_run_ah
 def test_memory_is_flat_over_five_thousand_rounds(wide_pair):
     engine = ScriptedEngine(wide_pair.target, wide_pair.drafter, [[3] * 6000], SCRIPTS["wrong"])
     state = prefill(engine.target, [5, 6, 7])
-    row, used = Row(2, 7, 5001), []
+    row, used = Row([5, 6, 7], 5001), []
     for count, _ in enumerate(decode(engine, state, [row], Fixed(1).begin())):
         if count in (1000, 4990):
             used.append(mx.get_active_memory() - sum(a.nbytes for a in state.cache.arrays))
@@ -126,7 +126,7 @@ def test_a_round_is_one_evaluation_and_one_host_read(load_pair, drafts, monkeypa
     pair = load_pair("e2b")
     state = prefill(pair.target, [5, 6, 7, 8])
     count = Count(monkeypatch)
-    rounds = list(decode(pair.engine, state, [Row(3, 8, 40)], Fixed(drafts).begin()))
+    rounds = list(decode(pair.engine, state, [Row([5, 6, 7, 8], 40)], Fixed(drafts).begin()))
     assert len(rounds) > 10
     assert count.evaluations == len(rounds)
     assert count.reads == len(rounds)

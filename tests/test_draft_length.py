@@ -1,0 +1,152 @@
+"""The automatic draft length against the best fixed one, on cost curves published for Macs and on random ones."""
+
+import random
+
+import pytest
+
+from mlx_gemma_mtp import Heuristic, OptionError
+from mlx_gemma_mtp.draft_length import LENGTHS, Auto, AutoController, Fixed, Knowledge, as_policy
+
+# Seconds of verifying T tokens, in plain steps, and of one draft step.
+CURVES = {
+    "M1 Max": (lambda t: 0.55 + 0.45 * t, 0.06),
+    "M4 Pro": (lambda t: {1: 1, 2: 1.03, 3: 1.22, 4: 1.47, 5: 1.7, 6: 2.07, 7: 2.4, 8: 2.69, 9: 2.95}[t], 0.06),
+    "M3 Ultra": (lambda t: 0.83 + 0.17 * t, 0.02),
+    "26B-A4B": (lambda t: 1 + 0.35 * (t - 1), 0.25),
+    "free": (lambda t: 1 + 0.02 * (t - 1), 0.01),
+}
+
+
+class World:
+    """Rounds of known cost and acceptance, with noise and outliers."""
+
+    def __init__(self, curve, acceptance, informative, seed):
+        self.verify_seconds, self.draft_seconds = CURVES[curve] if isinstance(curve, str) else curve
+        self.acceptance, self.informative, self.random = acceptance, informative, random.Random(seed)
+
+    def calibrate(self, knowledge):
+        for width in (1, 2, 3, 5, 9):
+            knowledge.verify_seconds[width] = self.verify_seconds(width) * self.random.uniform(0.95, 1.05)
+        knowledge.draft_seconds = self.draft_seconds * self.random.uniform(0.9, 1.1)
+
+    def drafts(self, count):
+        """Acceptance probability of each draft, as a confidence that is right on average, or says nothing."""
+        if not self.informative:
+            return [self.acceptance] * count
+        return [min(max(self.random.betavariate(2 * self.acceptance, 2 - 2 * self.acceptance), 0.0), 1.0) for _ in range(count)]
+
+    def play(self, controller, rounds):
+        """Runs rounds; returns (tokens, seconds)."""
+        tokens = seconds = 0
+        chances = []
+        for _ in range(rounds):
+            confidence = chances if self.informative else [0.5] * len(chances)
+            width = 1 + controller.verify(len(chances), [confidence])
+            drafts = controller.draft_length
+            accepted = 0
+            while accepted < width - 1 and self.random.random() < chances[accepted]:
+                accepted += 1
+            cost = self.verify_seconds(width) + drafts * self.draft_seconds
+            tokens, seconds = tokens + accepted + 1, seconds + cost
+            measured = cost * self.random.gauss(1, 0.05) * (10 if self.random.random() < 0.01 else 1)
+            controller.observe(width - 1, drafts, [accepted], measured)
+            chances = self.drafts(drafts)
+        return tokens, seconds
+
+    def best_fixed(self):
+        """Tokens per second of the best fixed length."""
+        expected = lambda k: sum(self.acceptance**i for i in range(k + 1))
+        return max(expected(k) / (self.verify_seconds(k + 1) + k * self.draft_seconds) for k in LENGTHS)
+
+
+def regret(world, controller, settle, rounds):
+    world.play(controller, settle)
+    tokens, seconds = world.play(controller, rounds)
+    return 1 - tokens / seconds / world.best_fixed()
+
+
+@pytest.mark.parametrize("informative", [False, True])
+@pytest.mark.parametrize("acceptance", [0.9, 0.7, 0.5, 0.3, 0.15, 0.05])
+@pytest.mark.parametrize("curve", CURVES)
+def test_regret_against_the_best_fixed_length_is_under_five_percent(curve, acceptance, informative):
+    world = World(curve, acceptance, informative, 1)
+    controller = Auto(Knowledge(), world.calibrate).begin()
+    assert regret(world, controller, 200, 4000) < 0.05
+
+
+@pytest.mark.parametrize("acceptances", [(0.9, 0.05), (0.05, 0.9), (0.3, 0.8), (0.8, 0.3)])
+@pytest.mark.parametrize("curve", CURVES)
+def test_it_follows_a_text_that_changes_midway(curve, acceptances):
+    world = World(curve, acceptances[0], False, 2)
+    controller = Auto(Knowledge(), world.calibrate).begin()
+    world.play(controller, 1000)
+    world.acceptance = acceptances[1]
+    assert regret(world, controller, 200, 3000) < 0.05
+
+
+def test_curves_and_acceptances_drawn_at_random():
+    """So that nothing is tuned to the list: half of the draws well under the bound, nine of ten under it."""
+    draw, regrets = random.Random(3), []
+    for seed in range(60):
+        steps = [1.0]
+        for _ in range(8):
+            steps.append(steps[-1] + draw.choice([0.01, 0.05, 0.1, 0.2, 0.5]) * draw.random() * 2)
+        world = World((lambda t, s=steps: s[t - 1], draw.choice([0.01, 0.05, 0.1, 0.3])), draw.uniform(0.05, 0.95), False, seed)
+        controller = Auto(Knowledge(), world.calibrate).begin()
+        world.play(controller, 300)
+        world.acceptance = draw.uniform(0.05, 0.95)
+        regrets.append(regret(world, controller, 200, 3000))
+    regrets.sort()
+    assert regrets[30] < 0.02 and regrets[54] < 0.05, regrets[50:]
+
+
+def test_a_drafter_that_is_never_right_costs_next_to_nothing():
+    """256 tokens from a cold start: all trials and probes together under 3 %."""
+    for curve in CURVES:
+        world = World(curve, 0.0, False, 4)
+        tokens, seconds = world.play(Auto(Knowledge(), world.calibrate).begin(), 256)
+        assert tokens / seconds > 0.95, curve
+        controller = Auto(Knowledge(), world.calibrate).begin()
+        world.play(controller, 256)
+        tokens, seconds = world.play(AutoController(controller.knowledge), 256)
+        assert tokens / seconds > 0.97, curve
+
+
+def test_outliers_do_not_derail_the_costs():
+    know = Knowledge({1: 1.0, 3: 1.2, 5: 1.6, 9: 3.0}, 0.05)
+    for _ in range(3):
+        know.learn_cost(5, 4, 500.0)
+    assert know.cost(5, 4) < 1.3 * 1.8
+    for _ in range(60):
+        know.learn_cost(5, 4, 1.8)
+    assert know.cost(5, 4) == pytest.approx(1.8, rel=0.05)
+
+
+def test_a_cut_depends_on_no_later_confidence():
+    know = Knowledge({1: 1.0, 3: 1.4, 5: 2.2, 9: 4.0}, 0.05)
+    base = AutoController(know).verify(4, [[0.9, 0.3, 0.9, 0.9]])
+    assert base < 4
+    for later in (0.0, 0.5, 1.0):
+        assert AutoController(know).verify(4, [[0.9, 0.3, later, later]]) == base
+
+
+def test_the_heuristic_grows_on_full_acceptance_and_shrinks_otherwise():
+    controller = Heuristic(4).begin()
+    seen = []
+    for drafted, accepted in ((4, 4), (6, 2), (5, 0), (4, 4)):
+        controller.observe(drafted, 4, [accepted], None)
+        seen.append(controller.draft_length)
+    assert seen == [6, 5, 4, 6]
+    for _ in range(30):
+        controller.observe(1, 1, [0], None)
+    assert controller.draft_length == 1
+
+
+def test_what_a_user_may_ask_for():
+    auto = Auto()
+    assert as_policy(None, 6, auto) is auto and as_policy("auto", 6, auto) is auto
+    assert as_policy("heuristic", 6, auto) == Heuristic(6)
+    assert as_policy(3, 6, auto) == Fixed(3)
+    for wrong in (-1, 17, "fast", 1.5, True):
+        with pytest.raises(OptionError):
+            as_policy(wrong, 6, auto)
