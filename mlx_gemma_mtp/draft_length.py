@@ -26,6 +26,9 @@ class Controller(Protocol):
         seconds is None when it could not be measured.
         """
 
+    def gain(self) -> float | None:
+        """Tokens per second over plain decoding's, as far as costs are known."""
+
 
 def check(length: int) -> int:
     """`length` itself. Raises OptionError when it is no draft length."""
@@ -48,6 +51,9 @@ class Fixed:
 
     def begin(self) -> Controller:
         return self
+
+    def gain(self) -> None:
+        return None
 
     def verify(self, drafts: int, confidence: list[list[float]]) -> int:
         return drafts
@@ -78,6 +84,9 @@ class Heuristic:
 class _HeuristicController:
     draft_length: int
     wants_confidence = False
+
+    def gain(self) -> None:
+        return None
 
     def verify(self, drafts: int, confidence: list[list[float]]) -> int:
         return drafts
@@ -185,6 +194,10 @@ class AutoController:
         self._until_probe = self._interval = self.FIRST_PROBE
         self._probing = 0
         self._rounds = 0
+        self._seconds = self._plain_seconds = 0.0
+
+    def gain(self) -> float | None:
+        return self._plain_seconds / self._seconds if self._seconds else None
 
     def verify(self, drafts: int, confidence: list[list[float]]) -> int:
         know = self.knowledge
@@ -212,10 +225,9 @@ class AutoController:
         know = self.knowledge
         self._rounds += 1
         if seconds is not None:
-            if know.verify_seconds:
-                know.learn_cost(drafted + 1, drafts, seconds)
-            else:
-                know.verify_seconds[drafted + 1] = seconds
+            know.learn_cost(drafted + 1, drafts, seconds)
+        self._seconds += know.cost(drafted + 1, drafts) * len(accepted)
+        self._plain_seconds += know.cost(1, 0) * sum(n + 1 for n in accepted)
         weight = 0.25 if self._probing else 0.02  # a probe's few outcomes must be able to overturn what is stale
         for row, count in enumerate(accepted):
             sure = self._confidence[row] if row < len(self._confidence) else []

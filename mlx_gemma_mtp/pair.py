@@ -31,7 +31,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of an emitted token under the target, before penalties and warps; top: the most probable (id, logprob)."""
+    """Log-probability of an emitted token under the target itself, before penalties and warps.
+
+    top: the most probable (id, log-probability).
+    """
 
     token: int
     logprob: float
@@ -173,6 +176,7 @@ class Stream:
             stats.generated_tokens = len(row.tokens)
             stats.prefill_seconds, stats.decode_seconds = first - start, now - first
             stats.peak_memory_bytes = mx.get_peak_memory()
+            stats.estimated_gain = controller.gain()
             scores = [Logprob(token, *score) for token, score in zip(emitted, round_.logprobs[0])]
             self._text += piece
             self._logprobs += scores

@@ -12,6 +12,8 @@ class Stats:
     The pass that yields the first token belongs to the prompt: `prefill_seconds` is the time to the first token, and
     `rounds`, `drafted`, `accepted` count what came after it.
     accepted_by_position[i]: rounds in which draft token i was accepted.
+    verified_histogram: rounds by draft tokens verified; 0 is plain decoding.
+    estimated_gain: tokens per second over plain decoding's, from measured costs (automatic draft length only).
     """
 
     prompt_tokens: int
@@ -20,6 +22,8 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    verified_histogram: dict[int, int] = field(default_factory=dict)
+    estimated_gain: float | None = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     peak_memory_bytes: int = 0
@@ -49,6 +53,7 @@ class Stats:
         if accepted is None:
             return
         self.rounds += 1
+        self.verified_histogram[round_.drafted] = self.verified_histogram.get(round_.drafted, 0) + 1
         self.drafted += round_.drafted
         self.accepted += accepted
         self.accepted_by_position += [0] * (round_.drafted - len(self.accepted_by_position))
@@ -63,6 +68,9 @@ class Stats:
             "generation_tokens_per_second": self.generation_tokens_per_second,
         }
 
+    def _histogram(self) -> str:
+        return ", ".join(f"{length} in {count} rounds" for length, count in sorted(self.verified_histogram.items()))
+
     def __str__(self) -> str:
         lines = [
             f"prompt      {self.prompt_tokens} tokens, {self.prompt_tokens_per_second:.1f} tokens/s",
@@ -74,5 +82,8 @@ class Stats:
                 f"drafting    {self.acceptance_length:.2f} tokens per round in {self.rounds} rounds, "
                 f"{self.acceptance_rate:.0%} of drafts accepted (by position {by_position})"
             )
+            lines.append(f"draft       lengths {self._histogram()}")
+        if self.estimated_gain is not None:
+            lines.append(f"gain        about {self.estimated_gain:.2f} times plain decoding")
         lines.append(f"memory      {self.peak_memory_bytes / 1e9:.2f} GB at peak")
         return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Token for token what transformers computes, for all families and draft lengths, across the window."""
 
 import os
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -66,21 +67,42 @@ def test_logits_equal_transformers(load_pair, goldens, family):
         assert mx.allclose(logits[position][mx.array(case["logits"]["ids"])], expected, atol=2e-4), name
 
 
-def drafts_of_rounds(pair, case, policy, engine=Engine):
-    """Per round of a generation: how many tokens were out when its block was drafted, and the drafts verified."""
-    seen = []
+class ForcedEngine(Engine):
+    """Accepts as much as a script says, whatever was drafted: the drafts of a round depend on committed tokens alone.
 
-    class Spy(engine):
-        def run_round(self, state, active, read, drafts, *rest):
-            done = super().run_round(state, active, read, drafts, *rest)
-            blocks.append(state.block)
-            return done
+    right: ids of prompt and output.  shift: another script.
+    """
 
-    blocks = []
-    spy = Spy(pair.target, pair.drafter)
+    def __init__(self, target, drafter, right=None, shift=0):
+        super().__init__(target, drafter)
+        self.right, self.shift, self.blocks = right, shift, []
+
+    def _verify(self, windows, read, sampler, texts=None):
+        honest = super()._verify(windows, read, sampler, texts)
+        if self.right is None:
+            return honest
+
+        def verify(block, active, length, *rest):
+            index = mx.arange(block.shape[1] - 1)
+            truth = self.right[length[:, None] + 1 + index]
+            keep = index < (length[:, None] * 5 + self.shift) % (block.shape[1] + 1)
+            block = mx.concatenate([block[:, :1], mx.where(keep, truth, (truth + 1) % 512)], axis=1)
+            return honest(block, active, length, *rest)
+
+        return verify
+
+    def run_round(self, state, *rest):
+        done = super().run_round(state, *rest)
+        self.blocks.append(state.block)
+        return done
+
+
+def drafts_of_rounds(pair, case, policy, make_engine=ForcedEngine):
+    """Per round of a generation: the tokens out when its block was drafted, the round, and the block."""
+    seen, engine = [], make_engine(pair.target, pair.drafter)
     note = lambda state, rows, round_: seen.append((len(rows[0].tokens), round_))
-    run_rows(spy, [case["prompt"]], [len(case["tokens"])], policy, on_round=note)
-    return seen, [block.tolist()[0] for block in blocks]
+    run_rows(engine, [case["prompt"]], [len(case["tokens"])], policy, on_round=note)
+    return seen, [block.tolist()[0] for block in engine.blocks]
 
 
 @pytest.mark.parametrize("drafts", [1, 4, 7])
@@ -91,23 +113,8 @@ def test_draft_tokens_equal_the_reference_drafter(load_pair, goldens, family, dr
     for case in (c for c in goldens(family)["cases"] if "drafts" in c):
         right = mx.array(case["prompt"] + case["tokens"] + [0] * 40, mx.int32)
         for shift in range(3):
-
-            class Forced(Engine):
-                """Commits as much of the true text as a script says, whatever was drafted: drafts depend on nothing else."""
-
-                def _verify(self, windows, read, sampler, texts=None, shift=shift):
-                    honest = super()._verify(windows, read, sampler, texts)
-
-                    def verify(block, active, length, *rest):
-                        index = length[:, None] + 1 + mx.arange(block.shape[1] - 1)
-                        keep = mx.arange(block.shape[1] - 1) < (length[:, None] * 5 + shift) % (block.shape[1] + 1)
-                        truth = right[index]
-                        block = mx.concatenate([block[:, :1], mx.where(keep, truth, (truth + 1) % 512)], axis=1)
-                        return honest(block, active, length, *rest)
-
-                    return verify
-
-            seen, blocks = drafts_of_rounds(pair, case, Fixed(drafts), Forced)
+            engine = partial(ForcedEngine, right=right, shift=shift)
+            seen, blocks = drafts_of_rounds(pair, case, Fixed(drafts), engine)
             for (count, _), block in zip(seen, blocks):
                 if count == len(case["tokens"]):
                     break  # the last block may have been cut
