@@ -8,7 +8,7 @@ from .cache import MAX_DRAFT_LENGTH
 from .errors import OptionError
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)  # few, since every length is a graph to trace
-BINS = 8
+BINS, TRUSTED = 8, 10
 
 
 class Controller(Protocol):
@@ -142,6 +142,11 @@ class Knowledge:
         if confidence is not None:
             _learn(self.by_confidence, self.seen_by_confidence, _bin(confidence), accepted, weight)
 
+    def chance(self, position: int, confidence: float) -> float:
+        """Probability that a draft is accepted, given that those before it are: a drafter's confidence must earn trust."""
+        index = _bin(confidence)
+        return self.by_confidence[index] if self.seen_by_confidence[index] >= TRUSTED else self.acceptance[position]
+
     def expected_tokens(self, length: int) -> float:
         """Tokens a round of draft length `length` yields."""
         total, product = 1.0, 1.0
@@ -186,6 +191,7 @@ class AutoController:
     wants_confidence = True
     FIRST_PROBE, LAST_PROBE, PROBE_ROUNDS = 16, 256, 3
     EXPLORE = 48  # rounds between two looks at a neighbouring length
+    LOOK = 20  # rounds between two that verify everything: what is never verified is never learned
 
     def __init__(self, knowledge: Knowledge):
         self.knowledge = knowledge
@@ -202,14 +208,14 @@ class AutoController:
     def verify(self, drafts: int, confidence: list[list[float]]) -> int:
         know = self.knowledge
         self._confidence = confidence
-        if drafts == 0 or self._probing:
+        if drafts == 0 or self._probing or self._rounds % self.LOOK == 0:
             return drafts
         rate = know.rate(know.best_length())
         widest = 0
         for row in confidence:
             product, count = 1.0, 0
-            for sure in row:
-                product *= know.by_confidence[_bin(sure)]
+            for position, sure in enumerate(row):
+                product *= know.chance(position, sure)
                 if product < rate * self._slope(count, drafts):
                     break
                 count += 1
@@ -235,7 +241,7 @@ class AutoController:
                 confidence = sure[position] if position < len(sure) else None
                 know.learn_outcome(position, position < count, confidence, weight)
             if count == drafted < len(sure):  # the first draft that was not worth verifying: what is known of its like
-                _learn(know.acceptance, know.seen, drafted, know.by_confidence[_bin(sure[drafted])], weight)
+                _learn(know.acceptance, know.seen, drafted, know.chance(drafted, sure[drafted]), weight)
         self.draft_length = self._choose()
 
     def _choose(self) -> int:

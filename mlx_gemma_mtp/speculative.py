@@ -92,8 +92,13 @@ class Row:
 
     def stop_at(self, count: int) -> None:
         """Ends the row with its first `count` tokens, after a stop string."""
-        del self.tokens[count:]
+        self.cut(count)
         self.finish_reason = "stop"
+
+    def cut(self, count: int) -> None:
+        """Takes back all but the first `count` tokens; at least one of the newest round stays."""
+        del self.tokens[count:]
+        self.finish_reason = None
 
 
 @dataclass
@@ -222,14 +227,21 @@ def process(logits: mx.array, block: mx.array, texts: list[list[int]], processor
     return mx.stack(rows)
 
 
-def prefill(target: Target, prompt: list[int], on_prefill: Callable[[int, int], None] | None = None) -> State:
+def prefill(
+    target: Target,
+    prompt: list[int],
+    on_prefill: Callable[[int, int], None] | None = None,
+    cache: Cache | None = None,
+    done: int = 0,
+) -> State:
     """A state of one row whose pending token is the prompt's last, all others committed.
 
     Only layers that own keys and values see the prompt: nothing else of a chunk is evaluated. The last token goes
     through the whole model in the first round, like any pending token.
     on_prefill: called with (tokens done, tokens in all) after every chunk.
+    cache: to continue, of one row; holds the first `done` < len(prompt) tokens.
     """
-    cache, total, done = target.empty_cache(), len(prompt), 0
+    cache, total = target.empty_cache() if cache is None else cache, len(prompt)
     while done < total - 1:
         chunk = min(prefill_chunk(target, done), total - 1 - done)
         cache.reserve(done + chunk)
@@ -302,7 +314,7 @@ def decode(
         done = engine.run_round(state, active, bucket(needed), drafts, sampler, texts)
         start = time.perf_counter()
         mx.async_eval(done, state.block, state.confidence, state.carried, *state.cache.arrays)
-        flight.append((done, state.confidence, drafts, start))
+        flight.append((done, state.confidence, drafts, start, time.perf_counter()))
 
     def can_run_ahead() -> bool:
         """Whether the next round may start before the last is read: plain decoding, and every row wants its token."""
@@ -314,13 +326,15 @@ def decode(
         while flight:
             if can_run_ahead():
                 dispatch(1)
-            done, confidence, drafts, start = flight.popleft()
+            done, confidence, drafts, start, dispatched = flight.popleft()
             start, asked = max(start, last_read), time.perf_counter()
             round_ = _read(rows, done)
             confidence = confidence.tolist() if controller.wants_confidence else []
             last_read = time.perf_counter()
-            # A read that did not have to wait says only that the consumer was slower than the device.
-            seconds = last_read - start if last_read - asked > 0.1 * (last_read - start) else None
+            # When the consumer was away for long and the read did not have to wait, the round's time is unknown.
+            seconds, away = last_read - start, asked - max(dispatched, start)
+            if away > 0.2 * seconds and last_read - asked < 0.1 * seconds:
+                seconds = None
             controller.observe(round_.drafted, drafts, [n for n in round_.accepted if n is not None], seconds)
             if not flight and any(row.finish_reason is None for row in rows):
                 dispatch(1 + controller.verify(state.width - 1, confidence))

@@ -123,11 +123,17 @@ def test_outliers_do_not_derail_the_costs():
 
 
 def test_a_cut_depends_on_no_later_confidence():
-    know = Knowledge({1: 1.0, 3: 1.4, 5: 2.2, 9: 4.0}, 0.05)
-    base = AutoController(know).verify(4, [[0.9, 0.3, 0.9, 0.9]])
-    assert base < 4
-    for later in (0.0, 0.5, 1.0):
-        assert AutoController(know).verify(4, [[0.9, 0.3, later, later]]) == base
+    know = Knowledge({1: 1.0, 3: 1.4, 5: 2.2, 9: 4.0}, 0.05, seen_by_confidence=[99] * 8)
+
+    def verified(*confidence):
+        controller = AutoController(know)
+        controller.observe(0, 4, [0], None)
+        return controller.verify(4, [list(confidence)])
+
+    base = verified(0.9, 0.1, 0.9, 0.9)
+    assert 0 < base < 4
+    assert {verified(0.9, 0.1, later, other) for later in (0.0, 0.5, 1.0) for other in (0.0, 1.0)} == {base}
+    assert verified(0.9, 0.9, 0.9, 0.9) == 4
 
 
 def test_the_heuristic_grows_on_full_acceptance_and_shrinks_otherwise():
