@@ -133,8 +133,8 @@ def main():
     plain = next(line for line in next(iter(summary.values())) if line["engine"] == "ours plain")
     limit["fraction_of_limit"] = limit["bytes_per_pass"] / limit["bytes_per_second"] / (plain["ms_per_token"] / 1000)
     print(
-        f"\nroofline: a pass reads {limit['bytes_per_pass'] / 1e9:.2f} GB, memory gives {limit['bytes_per_second'] / 1e9:.1f} GB/s, "
-        f"plain decoding reaches {limit['fraction_of_limit']:.0%} of that"
+        f"\nroofline: a pass reads {limit['bytes_per_pass'] / 1e9:.2f} GB, memory gives "
+        f"{limit['bytes_per_second'] / 1e9:.1f} GB/s, plain decoding reaches {limit['fraction_of_limit']:.0%} of that"
     )
     if options.plots:
         from bench.plots import draw

@@ -4,10 +4,12 @@ Drop-in modules of the same call signature, put in place after loading. A produc
 plain or quantized linear layers of one kind, so adapters and mixed bit widths stay as they are.
 """
 
+import math
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.gemma4_text import MLP, Attention, geglu
+from mlx_lm.models.gemma4_text import MLP, Attention
 
 
 def join(parts: list[nn.Module]) -> nn.Module | None:
@@ -24,6 +26,15 @@ def join(parts: list[nn.Module]) -> nn.Module | None:
         for name in list(first.keys()):
             first[name] = mx.concatenate([p[name] for p in parts])
     return first
+
+
+def geglu(gate: mx.array, x: mx.array) -> mx.array:
+    """gelu(gate) * x, the tanh approximation written as a sigmoid: the cube by products, one exponential.
+
+    The same function as mlx-lm's, whose power and tanh cost a CPU more than the products around them (measured: a fifth of
+    a round of five tokens).
+    """
+    return gate * mx.sigmoid(2 * math.sqrt(2 / math.pi) * gate * (1 + 0.044715 * gate * gate)) * x
 
 
 class JoinedMLP(nn.Module):
