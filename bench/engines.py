@@ -1,7 +1,6 @@
 """Ours and its peers behind one call: tokens out, seconds spent decoding, rounds, time to the first token.
 
-Peers are optional: one that is not installed, or cannot load the pair, is left out by name. All run greedily in float32 on
-the CPU, in the checkpoint's type on a GPU.
+Peers are optional: one that is not installed is left out by name. All run greedily; the pairs of the bench are float32.
 """
 
 import time

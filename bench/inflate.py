@@ -18,8 +18,8 @@ import numpy as np
 HIDDEN, WIDTH, VOCAB = 1024, 5376, 40960  # 1 GB in float32, a sixth of it the output head
 
 
-def pad(array: np.ndarray, *shape: int, fill: np.ndarray | None = None) -> np.ndarray:
-    """`array` in the corner of a larger one: zeros elsewhere, or rows of noise like `fill`."""
+def pad(array: np.ndarray, *shape: int) -> np.ndarray:
+    """`array` in the corner of a larger one of zeros."""
     out = np.zeros(shape, np.float32)
     out[tuple(slice(0, n) for n in array.shape)] = array
     return out

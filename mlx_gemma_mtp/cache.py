@@ -114,7 +114,11 @@ class Cache:
         """Makes room for `tokens` positions in every row. The host calls it before each pass: MLX checks no bounds."""
         if tokens <= self.capacity:
             return
-        self.capacity = bucket(max(tokens, self.capacity * 3 // 2))
+        self.grow(bucket(max(tokens, self.capacity * 3 // 2)))
+
+    def grow(self, capacity: int) -> None:
+        """Pads all buffers for `capacity` positions, one of the sizes of `bucket`."""
+        self.capacity = capacity
         for arrays in (self.keys, self.values):
             for index, (array, window) in enumerate(zip(arrays, self.windows)):
                 size = self.capacity if window is None else min(self.capacity, window + SLACK)

@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}: give a directory with a Gemma 4 checkpoint") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): download it again") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
@@ -54,23 +54,31 @@ def read_json(path: Path) -> dict:
 def read_header(file: Path) -> dict[str, Tensor]:
     """Tensors of one safetensors file; checks that the file holds all the bytes its header promises."""
     broken = f"{file} is truncated or no safetensors file: download it again"
-    size = file.stat().st_size
-    with file.open("rb") as handle:
-        start = handle.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > size - 8:
-            raise CheckpointError(broken)
-        try:
-            entries = json.loads(handle.read(length))
-            entries.pop("__metadata__", None)
-            data = 8 + length
-            tensors = {n: Tensor(e["dtype"], tuple(e["shape"]), file, data + e["data_offsets"][0]) for n, e in entries.items()}
-            end = max((e["data_offsets"][1] for e in entries.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise CheckpointError(broken) from None
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            start = handle.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if length > size - 8:
+                raise CheckpointError(broken)
+            header = handle.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        data = 8 + length
+        tensors = {n: Tensor(e["dtype"], tuple(e["shape"]), file, data + e["data_offsets"][0]) for n, e in entries.items()}
+        end = max((e["data_offsets"][1] for e in entries.values()), default=0)
+        unknown = {t.dtype for t in tensors.values()} - set(ITEM_BYTES)
+        sizes = [t.size for t in tensors.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise CheckpointError(broken) from None
+    if any(not isinstance(size, int) or size < 0 for size in sizes):
+        raise CheckpointError(broken)
     if 8 + length + end > size:
         raise CheckpointError(f"{file} is truncated: it has {size} bytes of {8 + length + end}: download it again")
-    if unknown := {t.dtype for t in tensors.values()} - set(ITEM_BYTES):
+    if unknown:
         raise CheckpointError(f"{file} holds tensors of unknown type {', '.join(sorted(unknown))}")
     return tensors
 
@@ -83,7 +91,10 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     files = sorted(directory.glob("model*.safetensors"))
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        named = set(read_json(index).get("weight_map", {}).values())
+        named = read_json(index).get("weight_map", {})
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+            raise CheckpointError(f"{index} holds no map of weights to files: download it again")
+        named = set(named.values())
         if missing := named - {f.name for f in files}:
             raise CheckpointError(f"{directory} lacks {', '.join(sorted(missing))}: download the missing shards")
     if not files:

@@ -23,6 +23,9 @@ REQUIRED = (
     "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "layer_types", "rope_parameters", "sliding_window", "rms_norm_eps", "max_position_embeddings",
 )  # fmt: skip
+KINDS = {name: int for name in REQUIRED if name not in ("layer_types", "rope_parameters", "rms_norm_eps")} | {
+    "layer_types": list, "rope_parameters": dict, "rms_norm_eps": float,
+}  # fmt: skip
 # The unified family re-saved by transformers leaves these out; mlx-lm's own defaults are those of E2B and would be wrong.
 UNIFIED_VALUES = {
     "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
@@ -41,7 +44,6 @@ class DrafterConfig:
     args: ModelArgs
     backbone_hidden_size: int
     scored_clusters: int
-    num_clusters: int | None
     draft_length: int | None
 
 
@@ -50,7 +52,10 @@ def text_values(config: dict, where: Path) -> dict:
 
     Raises CheckpointError for a key that is missing or an unknown layer type.
     """
-    text = dict(config.get("text_config") or config)
+    text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{where / 'config.json'} has a text_config that is no object: download it again")
+    text = dict(text)
     per_layer = {int(index): own for index, own in (text.get("per_layer_config") or {}).items()}  # "05" or "5"
     if config["model_type"] in UNIFIED:
         text = UNIFIED_VALUES | text
@@ -58,8 +63,14 @@ def text_values(config: dict, where: Path) -> dict:
         text.setdefault("moe_intermediate_size", text["expert_intermediate_size"])
     if missing := [name for name in (*REQUIRED, *UNIFIED_VALUES) if text.get(name) is None]:
         raise CheckpointError(f"{where / 'config.json'} lacks {', '.join(missing)}: download it again")
+    for name, kinds in KINDS.items():
+        if not isinstance(text[name], kinds) or (kinds is int and text[name] < 1):
+            raise CheckpointError(f"{where / 'config.json'} has {name} {text[name]!r}: download it again")
+    shared = text["num_kv_shared_layers"]
+    if not isinstance(shared, int) or not 0 <= shared <= text["num_hidden_layers"]:
+        raise CheckpointError(f"{where / 'config.json'} has num_kv_shared_layers {shared!r}: download it again")
     layer_types = text["layer_types"]
-    if unknown := sorted(set(layer_types) - {SLIDING, FULL}):
+    if unknown := sorted({str(kind) for kind in layer_types} - {SLIDING, FULL}):
         raise CheckpointError(f"{where / 'config.json'} has layers of unknown type {', '.join(unknown)}")
     if len(layer_types) != text["num_hidden_layers"]:
         raise CheckpointError(
@@ -78,7 +89,7 @@ def text_values(config: dict, where: Path) -> dict:
 def load_target_config(directory: Path) -> dict:
     """config.json of a target in the form mlx-lm's `load_model` takes, with every value filled in."""
     config = read_json(directory / "config.json")
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind in DRAFTERS:
         raise CheckpointError(f"{directory} is a drafter ({kind}): give it as drafter, and a Gemma 4 model as target")
     if kind not in TARGETS:
@@ -92,17 +103,19 @@ def load_target_config(directory: Path) -> dict:
 def load_drafter_config(directory: Path) -> tuple[dict, DrafterConfig]:
     """config.json of a drafter, raw and as a DrafterConfig."""
     config = read_json(directory / "config.json")
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in DRAFTERS:
         raise CheckpointError(f"{directory} holds a model of type {kind}: a Gemma 4 drafter is {' or '.join(DRAFTERS)}")
     if not isinstance(config.get("backbone_hidden_size"), int):
         raise CheckpointError(f"{directory / 'config.json'} lacks backbone_hidden_size: download it again")
+    scored = config.get("centroid_intermediate_top_k", 32)
+    if not isinstance(scored, int) or scored < 1:
+        raise CheckpointError(f"{directory / 'config.json'} has centroid_intermediate_top_k {scored!r}: download it again")
     generation = directory / "generation_config.json"
     return config, DrafterConfig(
         args=ModelArgs.from_dict(text_values(config, directory)),
         backbone_hidden_size=config["backbone_hidden_size"],
-        scored_clusters=config.get("centroid_intermediate_top_k", 32),
-        num_clusters=config.get("num_centroids"),
+        scored_clusters=scored,
         draft_length=read_json(generation).get("num_assistant_tokens") if generation.exists() else None,
     )
 

@@ -1,7 +1,7 @@
 """How many tokens to draft in the next round, and how many of the drafts in hand to verify. Knows counts and seconds only."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from .cache import MAX_DRAFT_LENGTH
@@ -18,12 +18,12 @@ class Controller(Protocol):
     wants_confidence: bool
 
     def verify(self, drafts: int, confidence: list[list[float]]) -> int:
-        """How many of the drafts in hand are worth verifying. confidence: [B, K] (empty unless wanted)."""
+        """How many of the drafts in hand are worth verifying. confidence: K per row; none unless wanted, or when it ended."""
 
-    def observe(self, drafted: int, drafts: int, accepted: list[int], seconds: float | None) -> None:
+    def observe(self, drafted: int, drafts: int, accepted: list[int | None], seconds: float | None) -> None:
         """Told after every round: draft tokens verified, new ones made, how many each row accepted, what it took.
 
-        seconds is None when it could not be measured.
+        accepted is None for a row that had ended.  seconds is None when it could not be measured.
         """
 
     def gain(self) -> float | None:
@@ -93,7 +93,7 @@ class _HeuristicController:
 
     def observe(self, drafted: int, drafts: int, accepted: list[int], seconds: float | None) -> None:
         if drafted:
-            change = 2 if all(n == drafted for n in accepted) else -1
+            change = 2 if all(n in (drafted, None) for n in accepted) else -1
             self.draft_length = min(max(self.draft_length + change, 1), MAX_DRAFT_LENGTH)
 
 
@@ -132,8 +132,10 @@ class Knowledge:
             self.verify_seconds[width] = self.cost(width, 0)
         share = drafts * self.draft_seconds / expected
         change = weight * error / expected
-        self.draft_seconds *= 1 + change * share if drafts else 1
-        self.verify_seconds[width] *= 1 + change * (1 + share if drafts else 1)
+        self.draft_seconds *= 1 + change * share
+        # A longer context or a hot device makes every width dearer, not only the one that was played.
+        for other in self.verify_seconds:
+            self.verify_seconds[other] *= 1 + change * (1 + share) * (1 if other == width else 0.5)
 
     def learn_outcome(self, position: int, accepted: bool, confidence: float | None, weight: float) -> None:
         """One verified draft. weight: of the newest outcome once many are known."""
@@ -232,10 +234,13 @@ class AutoController:
         self._rounds += 1
         if seconds is not None:
             know.learn_cost(drafted + 1, drafts, seconds)
-        self._seconds += know.cost(drafted + 1, drafts) * len(accepted)
-        self._plain_seconds += know.cost(1, 0) * sum(n + 1 for n in accepted)
+        running = [n for n in accepted if n is not None]
+        self._seconds += know.cost(drafted + 1, drafts) * len(running)
+        self._plain_seconds += know.cost(1, 0) * sum(n + 1 for n in running)
         weight = 0.25 if self._probing else 0.02  # a probe's few outcomes must be able to overturn what is stale
         for row, count in enumerate(accepted):
+            if count is None:
+                continue
             sure = self._confidence[row] if row < len(self._confidence) else []
             for position in range(min(drafted, count + 1)):
                 confidence = sure[position] if position < len(sure) else None
@@ -272,7 +277,7 @@ class AutoController:
 
 
 def _bin(confidence: float) -> int:
-    return min(int(confidence * BINS), BINS - 1)
+    return min(int(confidence * BINS), BINS - 1) if 0 <= confidence <= 1 else 0
 
 
 def _learn(values: list[float], seen: list[int], index: int, outcome: float, weight: float) -> None:
@@ -286,13 +291,18 @@ Policy = Fixed | Heuristic | Auto
 def as_policy(draft_length: "int | str | Policy | None", configured: int | None, auto: Auto) -> Policy:
     """The policy a user means: a number, "auto" (None), "heuristic", or a policy itself.
 
-    configured: draft length named by the drafter's generation_config.json, if any.  auto: the pair's own.
+    configured: draft length named by the drafter's generation_config.json, if any.  auto: the pair's own; Fixed(0)
+    without a drafter.
     """
+    if auto == Fixed(0) and draft_length not in (None, "auto", 0, auto):
+        raise OptionError(f"draft length {draft_length!r} needs a drafter, and none is loaded: name one, or use 0")
     match draft_length:
         case None | "auto":
             return auto
         case "heuristic":
             return Heuristic(min(configured or 5, MAX_DRAFT_LENGTH))
+        case Auto() if isinstance(auto, Auto):
+            return replace(draft_length, calibrate=draft_length.calibrate or auto.calibrate)
         case Fixed() | Heuristic() | Auto():
             return draft_length
         case _:

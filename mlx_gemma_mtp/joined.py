@@ -5,6 +5,7 @@ plain or quantized linear layers of one kind, so adapters and mixed bit widths s
 """
 
 import math
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +29,7 @@ def join(parts: list[nn.Module]) -> nn.Module | None:
     return first
 
 
+@partial(mx.compile, shapeless=True)
 def geglu(gate: mx.array, x: mx.array) -> mx.array:
     """gelu(gate) * x, the tanh approximation written as a sigmoid: the cube by products, one exponential.
 

@@ -2,14 +2,16 @@
 
 * greedy: the target's most probable token.
 * coupled: one Gumbel noise per (seed, position, token), the same for drafter and target; a draft token is accepted when it
-  is what the target chooses. The text is a function of seed and target alone: it changes neither with the draft length nor
-  with the drafter nor with the batch. Used when a seed is given: who gives one asks for reproducible text.
+  is what the target chooses. The text is a function of seed and target alone: but for floating-point ties it changes
+  neither with the draft length nor with the drafter nor with the batch. Used when a seed is given: who gives one asks for
+  reproducible text.
 * residual: the draft is sampled from q, accepted with probability min(1, p / q), and replaced by a sample of the residual
   otherwise (Leviathan et al. 2023). Accepts about 15 % more tokens per round (measured on a trained pair at temperature 1,
   top-k 64, top-p 0.95: 2.55 against 2.21 at K = 4), but an adaptive draft length changes the text. Used without a seed.
 
 All noise comes from a stateless hash, so no round depends on how many random numbers an earlier one drew. With top-k set
-everything after the top-k works on those candidates alone: nothing sorts or scatters over the vocabulary.
+everything after the top-k works on those candidates alone: nothing sorts or scatters over the vocabulary (penalties
+excepted, which write back the logits of the tokens seen).
 """
 
 import math
@@ -24,6 +26,7 @@ from .errors import OptionError
 
 DRAFT, ACCEPT, CHOOSE = 1, 2, 3  # streams of noise; coupled drafts use CHOOSE
 PENALTY_CONTEXT = 64
+COLDEST = 1e-4  # a temperature below is greedy: logits divided by less overflow
 BLOCK = 64  # entries per block of the two-stage top-k
 
 
@@ -64,6 +67,14 @@ class Sampling:
         check("frequency_penalty", -100, 100)
         check("penalty_context", 1, 4096, int)
         check("seed", 0, (1 << 32) - 1, int)
+        for name in ("presence_penalty", "frequency_penalty", "penalty_context"):
+            if getattr(self, name) is None:
+                raise OptionError(f"{name} None: leave it out or give a number")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, dict) or not all(
+            isinstance(v, (int, float)) and not isinstance(v, bool) and -math.inf <= v < math.inf for v in bias.values()
+        ):
+            raise OptionError(f"logit_bias {bias!r}: give a dictionary of token ids to numbers, -inf to forbid a token")
 
     @property
     def has_penalties(self) -> bool:
@@ -72,23 +83,28 @@ class Sampling:
     def resolve(self, generation: dict) -> "Sampling":
         """With every None filled in from a generation_config.json, or with what has no effect."""
         greedy = not generation.get("do_sample", False)
+        shipped = lambda name, default: default if generation.get(name) is None else generation[name]
         defaults = {
-            "temperature": 0.0 if greedy else generation.get("temperature", 1.0),
-            "top_k": 0 if greedy else generation.get("top_k", 50),  # 50: transformers' own default
-            "top_p": 1.0 if greedy else generation.get("top_p", 1.0),
-            "min_p": 0.0 if greedy else generation.get("min_p") or 0.0,
-            "repetition_penalty": generation.get("repetition_penalty", 1.0),
+            "temperature": 0.0 if greedy else shipped("temperature", 1.0),
+            "top_k": 0 if greedy else shipped("top_k", 50),  # 50: transformers' own default
+            "top_p": 1.0 if greedy else shipped("top_p", 1.0),
+            "min_p": 0.0 if greedy else shipped("min_p", 0.0),
+            "repetition_penalty": shipped("repetition_penalty", 1.0),
             "logit_bias": {},
         }
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Sampling(**{n: defaults.get(n) if v is None else v for n, v in values.items()})
+        values = {n: defaults.get(n) if v is None else v for n, v in values.items()}
+        if values["temperature"] < COLDEST:
+            values["temperature"] = 0.0
+        return Sampling(**values)
 
 
 @dataclass(frozen=True)
 class Method:
     """The part of Sampling that shapes a graph; everything else is an array.
 
-    top_k: candidates kept, 0 for all.  penalty_context: tokens the penalties look back, 0 for no penalties.
+    top_k: candidates kept, 0 for all.  is_mixed: rows differ in how many they keep.
+    penalty_context: tokens the penalties look back, 0 for no penalties.
     logprobs: most probable tokens to report, None for no report.
     """
 
@@ -96,6 +112,7 @@ class Method:
     top_k: int = 0
     has_top_p: bool = False
     has_min_p: bool = False
+    is_mixed: bool = False
     penalty_context: int = 0
     logprobs: int | None = None
 
@@ -105,12 +122,15 @@ def method_of(rows: list[Sampling], vocab_size: int, logprobs: int | None) -> Me
     sampled = [r for r in rows if r.temperature > 0]
     rule = "greedy" if not sampled else "coupled" if any(r.seed is not None for r in sampled) else "residual"
     unlimited = any(r.top_k == 0 or r.top_k >= vocab_size for r in sampled)
+    # Sizes are rounded up, so that few values make few graphs: each row's own value is an array.
+    up = lambda size: 1 << (size - 1).bit_length() if size else 0
     return Method(
         rule,
-        0 if unlimited else max((r.top_k for r in sampled), default=0),
+        0 if unlimited or not sampled else min(up(max(r.top_k for r in sampled)), vocab_size),
         any(r.top_p < 1 for r in sampled),
         any(r.min_p > 0 for r in sampled),
-        max((r.penalty_context for r in rows if r.has_penalties), default=0),
+        bool(sampled) and len({(r.temperature == 0, r.top_k) for r in rows}) > 1,
+        up(max((r.penalty_context for r in rows if r.has_penalties), default=0)),
         logprobs,
     )
 
@@ -122,7 +142,9 @@ def knobs_of(rows: list[Sampling], method: Method, vocab_size: int, suppressed: 
         # A greedy row among sampled ones keeps one candidate; "all" is the whole vocabulary.
         knobs["top_k"] = mx.array([1 if r.temperature == 0 else r.top_k or vocab_size for r in rows], mx.int32)
         knobs["temperature"] = mx.array([r.temperature or 1.0 for r in rows])
-        knobs["top_p"] = mx.array([float(r.top_p) for r in rows])
+        # A running sum in float32 reaches 1 before the end of a vocabulary: "all" must be out of its reach.
+        knobs["top_p"] = mx.array([2.0 if r.top_p >= 1 else float(r.top_p) for r in rows])
+        knobs["is_greedy"] = mx.array([r.temperature == 0 for r in rows])
         knobs["min_p"] = mx.array([float(r.min_p) for r in rows])
         knobs["seed"] = mx.array([secrets.randbits(32) if r.seed is None else r.seed for r in rows], mx.uint32)
     if method.penalty_context:
@@ -175,7 +197,7 @@ def uniform(seed: mx.array, position: mx.array, stream: int, ids: mx.array | Non
     x = _mix(_mix(seed + mx.array(stream * 0x9E3779B9 & 0xFFFFFFFF, mx.uint32))[:, None] ^ position.astype(mx.uint32))
     if ids is not None:
         x = _mix(x[..., None] + _mix(ids.astype(mx.uint32) ^ mx.array(0x85EBCA6B, mx.uint32)))
-    return (x.astype(mx.float32) + 0.5) * (1 / 4294967296)
+    return mx.minimum((x.astype(mx.float32) + 0.5) * (1 / 4294967296), 1 - 2**-24)
 
 
 def gumbel(seed: mx.array, position: mx.array, stream: int, ids: mx.array) -> mx.array:
@@ -195,7 +217,9 @@ def top_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
     size = logits.shape[-1]
     blocks = -(-size // BLOCK)
     if blocks > 2 * count:
-        padded = mx.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, blocks * BLOCK - size)], constant_values=-math.inf)
+        padded = logits
+        if more := blocks * BLOCK - size:
+            padded = mx.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, more)], constant_values=-math.inf)
         padded = padded.reshape(*logits.shape[:-1], blocks, BLOCK)
         best = mx.argpartition(-padded.max(axis=-1), kth=count - 1, axis=-1)[..., :count]  # [..., count]
         ids = (best[..., None] * BLOCK + mx.arange(BLOCK)).reshape(*logits.shape[:-1], -1)
@@ -214,17 +238,23 @@ def warp(logits: mx.array, knobs: dict, method: Method) -> tuple[mx.array, mx.ar
     Returns log-probabilities [B, T, C], -inf for what a warp took out, and their ids [B, T, C].
     """
     column = lambda name: knobs[name][:, None, None]
-    logits = logits.astype(mx.float32) / column("temperature")
+    best = mx.argmax(logits, axis=-1, keepdims=True).astype(mx.int32) if method.is_mixed else None
     if method.top_k:
         logits, ids = top_candidates(logits, min(method.top_k, logits.shape[-1]))
-        rank = mx.arange(logits.shape[-1])
-        logits = mx.where(rank < column("top_k"), logits, -math.inf)
-        ordered = logits
+        ordered = logits = logits.astype(mx.float32) / column("temperature")
+        if method.is_mixed:  # of equal logits greedy decoding takes the first
+            first = mx.arange(logits.shape[-1]) == 0
+            ids = mx.where(column("is_greedy") & first, best, ids)
+        ordered = logits = mx.where(mx.arange(logits.shape[-1]) < column("top_k"), logits, -math.inf)
     else:
         ids = mx.broadcast_to(mx.arange(logits.shape[-1]), logits.shape)
-        # Greedy rows of the batch keep their best; top-p needs the order, but of values alone.
-        logits = mx.where((column("top_k") > 1) | (logits == logits.max(axis=-1, keepdims=True)), logits, -math.inf)
-        ordered = -mx.sort(-logits, axis=-1) if method.has_top_p else logits
+        logits = logits.astype(mx.float32) / column("temperature")
+        ordered = -mx.sort(-logits, axis=-1) if method.has_top_p or method.is_mixed else logits
+        if method.is_mixed:
+            least = mx.take_along_axis(ordered, mx.minimum(column("top_k"), logits.shape[-1]) - 1, axis=-1)
+            logits = mx.where(logits >= least, logits, -math.inf)
+            logits = mx.where(column("is_greedy") & (ids != best), -math.inf, logits)
+            ordered = mx.where(mx.arange(ordered.shape[-1]) < column("top_k"), ordered, -math.inf)
     if method.has_top_p:
         before = mx.cumsum(mx.softmax(ordered, axis=-1), axis=-1, inclusive=False)
         kept = mx.where(before < mx.maximum(column("top_p"), 1e-9), ordered, math.inf)
@@ -241,16 +271,16 @@ def adjust(logits: mx.array, knobs: dict, method: Method, seen: mx.array | None)
         logits = logits + knobs["bias"][:, None].astype(logits.dtype)
     if not method.penalty_context:
         return logits
-    column = lambda name: knobs[name][:, None, None].astype(logits.dtype)
+    column = lambda name: knobs[name][:, None, None]
     newest = mx.arange(seen.shape[-1]) >= seen.shape[-1] - knobs["context"][:, None, None]
     counted = mx.where(newest, seen, -1)
     ids = mx.maximum(seen, 0)
-    counts = (counted[..., None, :] == ids[..., None]).sum(axis=-1).astype(logits.dtype)  # [B, T, C]
-    old = mx.take_along_axis(logits, ids, axis=-1)
+    counts = (counted[..., None, :] == ids[..., None]).sum(axis=-1)  # [B, T, C]
+    old = mx.take_along_axis(logits, ids, axis=-1).astype(mx.float32)
     new = mx.where(old > 0, old / column("repetition"), old * column("repetition"))
     new = new - column("presence") - column("frequency") * counts
     # Every occurrence of an id writes the same value, so the order of the writes does not matter.
-    return mx.put_along_axis(logits, ids, mx.where(counts > 0, new, old), axis=-1)
+    return mx.put_along_axis(logits, ids, mx.where(counts > 0, new, old).astype(logits.dtype), axis=-1)
 
 
 # --- choosing and accepting ------------------------------------------------------------------------------------------
@@ -281,25 +311,28 @@ def _draw(log_weights: mx.array, ids: mx.array, seed: mx.array, position: mx.arr
     return mx.take_along_axis(ids, best, axis=-1)[..., 0].astype(mx.int32)
 
 
-def draft_token(scores: mx.array, ids: mx.array | None, position: mx.array, knobs: dict, method: Method):
+def draft_token(scores: mx.array, ids: mx.array | None, length: mx.array, index: int, knobs: dict, method: Method):
     """The drafter's token of one position.
 
-    scores: [B, N].  ids: [B, N] they belong to, None for all of the vocabulary.  position: [B] of the token drafted.
+    scores: [B, N].  ids: [B, N] they belong to, None for all of the vocabulary.
+    length: [B] position of the pending token.  index: of the draft token after it.
     Returns token [B, 1], confidence [B, 1] (the largest probability, never that of the token drawn: a cut on it must not
     depend on the draw) and, for the residual rule, q as (log-probabilities, ids), [B, 1, C] each.
     """
     if method.rule == "greedy":
         best = choose(scores)[:, None]
-        peak = mx.take_along_axis(scores, best, axis=1)
-        confidence = mx.exp(peak - mx.logsumexp(scores, axis=1, keepdims=True))
+        scores = scores.astype(mx.float32)
+        confidence = mx.exp(mx.take_along_axis(scores, best, axis=1) - mx.logsumexp(scores, axis=1, keepdims=True))
         return best if ids is None else mx.take_along_axis(ids, best, axis=1), confidence, None
     log_q, kept = warp(scores[:, None], knobs, method)  # [B, 1, C]
     if ids is not None:
         kept = mx.take_along_axis(ids[:, None], kept, axis=-1)
-    stream = CHOOSE if method.rule == "coupled" else DRAFT
-    token = _draw(log_q, kept, knobs["seed"], position[:, None], stream)
-    proposal = (log_q, kept) if method.rule == "residual" else None
-    return token, mx.exp(log_q.max(axis=-1)), proposal
+    position, confidence = (length + (1 + index))[:, None], mx.exp(log_q.max(axis=-1))
+    if method.rule == "coupled":
+        return _draw(log_q, kept, knobs["seed"], position, CHOOSE), confidence, None
+    # A position may be drafted in several rounds: noise of its own each time, or an old draw would touch later choices.
+    position = position.astype(mx.uint32) ^ _mix(length.astype(mx.uint32))[:, None]
+    return _draw(log_q, kept, knobs["seed"], position, DRAFT), confidence, (log_q, kept)
 
 
 def select(logits: mx.array, drafts: mx.array, proposal, position: mx.array, knobs: dict, method: Method):

@@ -58,9 +58,9 @@ def load_checkpoint(directory: Path, config: dict, get_classes=None) -> nn.Modul
     options = {} if get_classes is None else {"get_model_classes": get_classes}
     try:
         return load_model(directory, lazy=True, strict=True, model_config=config, **options)[0]
-    except (ValueError, KeyError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{directory} does not fit its config.json: {first}") from error
+    except (ValueError, KeyError, RuntimeError, TypeError, AttributeError, ArithmeticError, LookupError, OSError) as error:
+        lines = [line.strip(" ,.") for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise CheckpointError(f"{directory} does not fit its config.json: {' '.join(lines[:2])[:300]}") from error
 
 
 def load_target(directory: Path, config: dict, dtype: mx.Dtype | None, adapter: Path | None = None) -> Target:
@@ -74,7 +74,7 @@ def load_target(directory: Path, config: dict, dtype: mx.Dtype | None, adapter: 
     if adapter is not None:
         try:
             model = load_adapters(model, str(adapter))
-        except (FileNotFoundError, KeyError, AttributeError, TypeError, ValueError) as error:
+        except (OSError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"adapter {adapter} does not fit {directory}: {str(error).splitlines()[0]}") from error
         model.eval()
     if dtype is not None:

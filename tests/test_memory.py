@@ -1,14 +1,17 @@
 """The drafter reads the cache without a copy, a round is one evaluation, and memory stays flat."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import pairs
 import pytest
+from mlx.utils import tree_flatten
 from pairs import write_pair
 from scripted import SCRIPTS, ScriptedEngine
 
 import mlx_gemma_mtp
-from mlx_gemma_mtp import Fixed
+from mlx_gemma_mtp import Auto, Fixed, speculative
 from mlx_gemma_mtp.cache import bucket
+from mlx_gemma_mtp.draft_length import Knowledge
 from mlx_gemma_mtp.speculative import Row, State, decode, prefill
 
 LONG = 12_288
@@ -121,15 +124,17 @@ class Count:
         return counted
 
 
-@pytest.mark.parametrize("drafts", [0, 4])
-def test_a_round_is_one_evaluation_and_one_host_read(load_pair, drafts, monkeypatch):
+@pytest.mark.parametrize(("policy", "reads"), [(Fixed(0), 1), (Fixed(4), 1), (Auto(Knowledge({1: 1.0, 9: 1.1}, 0.01)), 2)])
+def test_a_round_is_one_evaluation_and_reads_its_report_once(load_pair, policy, reads, monkeypatch):
+    """The automatic draft length reads the confidences too, at the same sync."""
     pair = load_pair("e2b")
     state = prefill(pair.target, [5, 6, 7, 8])
+    controller = policy.begin()
     count = Count(monkeypatch)
-    rounds = list(decode(pair.engine, state, [Row([5, 6, 7, 8], 40)], Fixed(drafts).begin()))
+    rounds = list(decode(pair.engine, state, [Row([5, 6, 7, 8], 40)], controller))
     assert len(rounds) > 10
     assert count.evaluations == len(rounds)
-    assert count.reads == len(rounds)
+    assert count.reads == reads * len(rounds)
 
 
 def test_the_count_sees_hidden_reads(monkeypatch):
@@ -140,13 +145,26 @@ def test_the_count_sees_hidden_reads(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["e2b", "dense31b"])
-def test_the_drafter_has_no_embedding_of_its_own_size_of_the_target(load_pair, family):
-    """Its input embedding is the target's array: nothing of [V, D] is among what it holds, beyond its own output table."""
-    from mlx.utils import tree_flatten
-
+def test_the_drafter_reads_the_embedding_array_of_the_target(load_pair, family, monkeypatch):
+    """It holds none of that size; and what is written into the target's array, also a quantized one, it reads."""
     pair = load_pair(family)
-    args, inner = pair.target.args, pair.drafter.config.args
-    sizes = [a.size for _, a in tree_flatten(pair.drafter.parameters())]
-    assert sizes.count(inner.vocab_size * inner.hidden_size) == 1
+    args, sizes = pair.target.args, [a.size for _, a in tree_flatten(pair.drafter.parameters())]
     assert args.vocab_size * args.hidden_size not in sizes
-    assert pair.engine.target.embed_tokens is pair.target.text.embed_tokens
+    seen = []
+    step = type(pair.drafter).step
+    monkeypatch.setattr(type(pair.drafter), "step", lambda self, e, *rest: (seen.append(e), step(self, e, *rest))[1])
+    quantized = nn.QuantizedEmbedding.from_embedding(pair.target.embed_tokens, group_size=32, bits=8)
+    for table in (pair.target.embed_tokens, quantized):
+        monkeypatch.setattr(pair.target, "embed_tokens", table)
+        table_before = dict(table)
+        for scale in (1.0, 2.0):
+            for name in ("weight",) if table is not quantized else ("scales", "biases"):
+                table[name] = table_before[name] * scale
+            state = State(pair.target.empty_cache(), mx.array([[5]], mx.int32), mx.zeros((1, 0)))
+            state.cache.reserve(8)
+            draft = pair.engine._draft((None, None), 8, 1, speculative.GREEDY.method)
+            layers = [pair.target.shared_layer(kind) for kind in pair.drafter.layer_types]
+            keys, values = [state.cache.keys[i] for i in layers], [state.cache.values[i] for i in layers]
+            draft(state.block, mx.zeros((1, args.hidden_size)), mx.array([1]), keys, values, {})
+        table.update(table_before)
+        assert mx.allclose(2 * seen[-2], seen[-1]) and seen[-1].abs().max() > 0

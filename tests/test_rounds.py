@@ -114,6 +114,14 @@ def test_rows_that_end_at_different_times_do_not_disturb_the_others(load_pair, g
         assert finals["state"].cache.length.tolist() == [row.committed for row in rows]
 
 
+def test_rows_of_very_different_lengths_share_a_batch(load_pair):
+    """Their caches have grown to different sizes."""
+    pair = load_pair("dense31b")
+    prompts = [[(5 * i) % 500 + 3 for i in range(n)] for n in (1000, 700, 3)]
+    alone = [pair.generate(p, max_tokens=6, draft_length=0, ignore_eos=True).tokens for p in prompts]
+    assert [row.tokens for row in run_rows(pair.engine, prompts, [6] * 3, Fixed(2))] == alone
+
+
 def test_no_row_ever_writes_beyond_its_buffers(load_pair, monkeypatch):
     """An out-of-range write raises nothing in MLX. Checked before every pass: finished rows, last rounds, growth."""
     pair = load_pair("e2b")
