@@ -22,13 +22,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
-import mlx_gemma_mtp
 from bench.engines import engines_of
 from bench.inflate import inflate
 from bench.prompts import prompts_of
 from bench.roofline import bandwidth, bytes_per_pass
-
-DEMO = Path(mlx_gemma_mtp.__file__).parent / "demo"
+from mlx_gemma_mtp.hub import DEMO
 
 
 def check_blas() -> None:

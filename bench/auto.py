@@ -19,11 +19,12 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 import mlx_gemma_mtp
-from bench.__main__ import DEMO, check_blas, interval
+from bench.__main__ import check_blas, interval
 from bench.engines import GREEDY
 from bench.inflate import inflate
 from bench.prompts import prompts_of
 from mlx_gemma_mtp import Sampling
+from mlx_gemma_mtp.hub import DEMO
 from mlx_gemma_mtp.pair import Pair
 
 SAMPLED = Sampling(temperature=1.0, top_k=64, top_p=0.95)

@@ -15,6 +15,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlx_gemma_mtp.hub import DEMO
+
 HIDDEN, WIDTH, VOCAB = 1024, 5376, 40960  # 1 GB in float32, a sixth of it the output head
 
 
@@ -90,6 +92,8 @@ def write(source: Path, out: Path, config: dict, weights: dict) -> None:
 
 def inflate(pair: Path, out: Path, hidden: int = HIDDEN, width: int = WIDTH, vocab: int = VOCAB) -> None:
     """Writes out/target and out/drafter from pair/target and pair/drafter."""
+    clusters = json.loads((pair / "drafter" / "config.json").read_text())["num_centroids"]
+    vocab -= vocab % clusters
     config, weights = read(pair / "target")
     text = config["text_config"]
     backbone = text["hidden_size"]
@@ -99,7 +103,7 @@ def inflate(pair: Path, out: Path, hidden: int = HIDDEN, width: int = WIDTH, voc
     write(pair / "target", out / "target", config | {"vocab_size": vocab, "dtype": "float32"}, weights)
     config, weights = read(pair / "drafter")
     text = config["text_config"]
-    weights = inflate_drafter(weights, text, backbone, hidden, vocab, config["num_centroids"])
+    weights = inflate_drafter(weights, text, backbone, hidden, vocab, clusters)
     config |= {"backbone_hidden_size": hidden, "dtype": "float32", "text_config": text | {"vocab_size": vocab}}
     write(pair / "drafter", out / "drafter", config, weights)
 
@@ -107,7 +111,7 @@ def inflate(pair: Path, out: Path, hidden: int = HIDDEN, width: int = WIDTH, voc
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--pair", type=Path, default=Path(__file__).parents[1] / "mlx_gemma_mtp" / "demo")
+    parser.add_argument("--pair", type=Path, default=DEMO)
     options = parser.parse_args()
     inflate(options.pair, options.out)
 

@@ -1,21 +1,23 @@
-"""Prompts by kind, from the running Python's own library: no download, the same on every machine of that version."""
+"""Prompts by kind, from files of the Python library held out from the demo pair: no download, the same for a version."""
 
 import ast
-import importlib.util
+import json
 import re
+import sysconfig
 from pathlib import Path
 
+from mlx_gemma_mtp.hub import DEMO
 from mlx_gemma_mtp.tokenizer import Tokenizer
 
-# Not among the files the demo pair was trained on (see demo/held_out.json).
-MODULES = (
-    "logging.config", "multiprocessing.pool", "unittest.case", "urllib.request", "zipfile", "statistics", "pickle", "uuid",
-)  # fmt: skip
+MODULES = 8
 
 
 def sources() -> list[str]:
-    found = (importlib.util.find_spec(name) for name in MODULES)
-    return [Path(spec.origin).read_text() for spec in found if spec and spec.origin]
+    """Files of the standard library that the demo pair was not trained on, the largest first."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    names = json.loads((DEMO / "training.json").read_text())["held_out_modules"]
+    texts = [(library / name).read_text() for name in names if (library / name).is_file()]
+    return sorted(texts, key=len, reverse=True)[:MODULES]
 
 
 def prompts_of(kind: str, tokenizer: Tokenizer, count: int, length: int = 160) -> list[list[int]]:

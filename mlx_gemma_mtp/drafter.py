@@ -92,7 +92,7 @@ def load_drafter(directory: Path, dtype: mx.Dtype | None) -> Drafter:
         model.set_dtype(dtype)
     for layer in model.layers:
         join_layer(layer)
-    mx.eval(model.parameters())
+    mx.eval(model.state)
     return model
 
 

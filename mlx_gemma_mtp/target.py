@@ -84,5 +84,5 @@ def load_target(directory: Path, config: dict, dtype: mx.Dtype | None, adapter: 
     for layer in model.layers:
         join_layer(layer)
         mx.eval(layer.parameters())
-    mx.eval(model.parameters())
+    mx.eval(model.state)  # parameters and, say, the frequencies of the rotary embedding: any thread may come first
     return Target(model)

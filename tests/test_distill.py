@@ -1,21 +1,31 @@
 """Training trains what decoding runs, survives a kill, and never makes a drafter worse."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from pairs import FAMILIES, WINDOW
 
 import mlx_gemma_mtp
-from convert import distill
-from convert.distill import DataError, Run, Settings, Tuner
-from convert.training import PositionMask, Recorder, exact_attention, fast_attention, fast_exp, training_math
-from mlx_gemma_mtp.drafter import load_drafter
+from mlx_gemma_mtp.convert import distill
+from mlx_gemma_mtp.convert.distill import DataError, Run, Settings, Tuner
+from mlx_gemma_mtp.convert.training import (
+    PositionMask,
+    Recorder,
+    exact_attention,
+    fast_attention,
+    fast_exp,
+    training_math,
+)
 from mlx_gemma_mtp.errors import OptionError
 from mlx_gemma_mtp.speculative import prefill
 
+DEMO = Path(mlx_gemma_mtp.__file__).parent / "demo"
 STREAM = np.random.default_rng(0).integers(3, 500, 400).astype(np.int32)
 SMALL = Settings(steps=6, length=4 * WINDOW, rows=2, anchors=4 * WINDOW, draft_length=3)
 
@@ -24,9 +34,9 @@ def arrays_of(drafter):
     return dict(tree_flatten(drafter.parameters()))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def demo_tokenizer():
-    return mlx_gemma_mtp.load("demo").tokenizer
+    return mlx_gemma_mtp.load(DEMO).tokenizer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -47,7 +57,7 @@ def test_a_training_step_drafts_what_decoding_drafts(load_pair, make_pair_direct
         for k in range(3):
             *_, state = pair.drafter.step(embeddings[k][:, position], state, cache.length, lent)
             trained = drafter.post_projection(outputs[k][:, position])
-            assert mx.abs(trained - state).max() < 1e-4 * mx.abs(state).max()
+            assert mx.abs(trained - state).max() < 1e-3 * mx.abs(state).max()
 
 
 @pytest.mark.parametrize("mask", [PositionMask(), PositionMask(16), PositionMask(16, 0, False), PositionMask(None, 0, False)])
@@ -64,27 +74,58 @@ def test_fast_exp_and_its_gradient():
     assert mx.allclose(mx.grad(lambda x: fast_exp(x).sum())(x), fast_exp(x))
 
 
-def test_training_math_is_undone(load_pair):
-    pair, ids = load_pair("e2b"), mx.array(STREAM[None, :40])
-    before = pair.target.logits(pair.target.hidden(ids, pair.target.empty_cache().layers(0) or None)) if False else None
-    tokens = pair.generate(STREAM[:20].tolist(), max_tokens=12).tokens
+def test_training_leaves_decoding_as_it_was(load_pair):
+    pair, prompt = load_pair("e2b"), STREAM[:20].tolist()
+    tokens = pair.generate(prompt, max_tokens=12).tokens
     with training_math():
-        pair.target.hidden(ids, [Recorder() for _ in pair.target.owners])
-    assert before is None and pair.generate(STREAM[:20].tolist(), max_tokens=12).tokens == tokens
+        mx.eval(pair.target.hidden(mx.array([prompt]), [Recorder() for _ in pair.target.owners]))
+    assert pair.generate(prompt, max_tokens=12).tokens == tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_falls_and_output_stays_that_of_plain_decoding(make_pair_directory, load_pair, tmp_path, family):
     pair, source = load_pair(family), make_pair_directory(family) / "assistant"
-    run = Run(pair.target, source, STREAM, SMALL, tmp_path)
+    run = Run(pair.target, source, STREAM, replace(SMALL, steps=20, rate=0.02), tmp_path)
     losses = [loss for _, loss in run.steps()]
     run.gradients.close()
-    assert losses[-1] < losses[0]
+    assert sum(losses[-4:]) < sum(losses[:4])
     distill.save_drafter(run.fused(), source, tmp_path / "tuned", mx.float32)
     tuned = mlx_gemma_mtp.load(make_pair_directory(family) / "target", tmp_path / "tuned")
     prompt = STREAM[:30].tolist()
     plain = pair.generate(prompt, max_tokens=30, draft_length=0, ignore_eos=True).tokens
     assert tuned.generate(prompt, max_tokens=30, draft_length=4, ignore_eos=True).tokens == plain
+
+
+def quantizable(_, module):
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+
+def test_a_quantized_target_is_a_teacher_too(make_pair_directory, tmp_path):
+    directory = make_pair_directory("e2b")
+    target = mlx_gemma_mtp.load(directory / "target", None, dtype="float32").target
+    nn.quantize(target.model, group_size=32, bits=4, class_predicate=quantizable)
+    run = Run(target, directory / "assistant", STREAM, replace(SMALL, steps=20, rate=0.02), tmp_path)
+    losses = [loss for _, loss in run.steps()]
+    run.gradients.close()
+    assert sum(losses[-4:]) < sum(losses[:4])
+
+
+@pytest.mark.parametrize("family", ["e2b", "dense31b"])
+def test_a_quantized_drafter_is_tuned_by_low_rank_deltas(make_pair_directory, load_pair, tmp_path, family):
+    directory, source = make_pair_directory(family), tmp_path / "quantized"
+    drafter = distill.load_trainable(directory / "assistant")
+    nn.quantize(drafter, group_size=32, bits=8, class_predicate=quantizable)
+    distill.save_drafter(drafter, directory / "assistant", source, mx.float32)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 32, "bits": 8}}))
+    run = Run(load_pair(family).target, source, STREAM, replace(SMALL, steps=20, rate=0.02, rank=4), tmp_path / "work")
+    losses = [loss for _, loss in run.steps()]
+    run.gradients.close()
+    assert sum(losses[-4:]) < sum(losses[:4])
+    distill.save_drafter(run.fused(), source, tmp_path / "tuned", mx.float32)
+    old, new = (mx.load(str(path / "model.safetensors")) for path in (source, tmp_path / "tuned"))
+    assert {n: (v.dtype, v.shape) for n, v in old.items()} == {n: (v.dtype, v.shape) for n, v in new.items()}
+    mlx_gemma_mtp.load(directory / "target", tmp_path / "tuned").generate(STREAM[:20].tolist(), max_tokens=4)
 
 
 def test_a_drafter_written_back_is_the_same(make_pair_directory, tmp_path):
@@ -99,7 +140,7 @@ def test_a_drafter_written_back_is_the_same(make_pair_directory, tmp_path):
 @pytest.mark.parametrize("rank", [None, 4])
 def test_a_killed_run_ends_like_an_unbroken_one(make_pair_directory, load_pair, tmp_path, rank):
     target, source = load_pair("e2b").target, make_pair_directory("e2b") / "assistant"
-    settings = Settings(**(vars(SMALL) | {"rank": rank}))
+    settings = replace(SMALL, rank=rank)
     whole = Run(target, source, STREAM, settings, tmp_path / "whole")
     list(whole.steps())
     broken = Run(target, source, STREAM, settings, tmp_path / "broken")
@@ -126,7 +167,8 @@ def test_a_checkpoint_of_other_settings_is_refused(make_pair_directory, load_pai
 def test_a_drafter_that_gets_worse_is_not_kept(make_pair_directory, load_pair, tmp_path, monkeypatch):
     pair, source = load_pair("e2b"), make_pair_directory("e2b") / "assistant"
     lengths = iter([2.0, 1.5, 1.9])
-    monkeypatch.setattr(Tuner, "measure", lambda *_: {"rounds": 1, "acceptance_length": next(lengths), "acceptance_by_position": []})
+    measured = lambda *_: {"rounds": 1, "acceptance_length": next(lengths), "acceptance_by_position": []}
+    monkeypatch.setattr(Tuner, "measure", measured)
     run = Run(pair.target, source, STREAM, SMALL, tmp_path / "work")
     report = Tuner(pair.target, source, pair.tokenizer, [], SMALL, tmp_path).run(run, evaluations=2)
     assert report["kept"] == "source"
@@ -134,17 +176,15 @@ def test_a_drafter_that_gets_worse_is_not_kept(make_pair_directory, load_pair, t
     assert all(mx.array_equal(old[name], new[name]) for name in old)
 
 
-def test_the_table_of_a_cluster_head_is_judged_in_its_own_order(make_pair_directory, load_pair):
-    """The divergence from a distribution that is the drafter's own is zero, so distribution and rows are in one order."""
+def test_loss_is_zero_where_drafter_and_target_agree(make_pair_directory):
+    """With p the drafter's own distribution, what is left of the loss is the clusters' part, which is no negative number."""
     drafter = distill.load_trainable(make_pair_directory("e2b") / "assistant")
-    x = mx.random.normal((1, 2, 32), key=mx.random.key(0)) * 0.1
-    scores = distill.output_table(drafter.head.tokens) @ x[0].T  # [V, 2]
-    p = mx.softmax(scores.T, axis=-1)[None]
+    x = 0.1 * mx.random.normal((1, 2, 32), key=mx.random.key(0))
+    p = mx.softmax(x @ distill.output_table(drafter.head.tokens).T, axis=-1)
+    routes = mx.log(p.reshape(1, 2, *drafter.head.ordering.shape).sum(-1))
+    drafter.head.centroids = lambda _: routes  # centroids that know the mass of their clusters exactly
     entropy = -(p * mx.log(p)).sum(-1)
-    clusters_only = distill.step_loss(drafter, x, p) - entropy
-    assert clusters_only.min() >= -1e-4
-    _, ids = load_drafter(make_pair_directory("e2b") / "assistant", mx.float32).candidates(x[0])
-    assert sorted(ids[0].tolist()) == sorted(set(ids[0].tolist()))
+    assert mx.abs(distill.step_loss(drafter, x, p) - entropy).max() < 1e-3
 
 
 def write(path, text):
@@ -176,7 +216,8 @@ def test_missing_data_is_refused(demo_tokenizer, tmp_path):
 
 
 def test_texts_chats_and_prompts_are_read(demo_tokenizer, tmp_path):
-    lines = [{"text": "import os\n"}, {"prompt": "def"}, {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    lines = [{"text": "import os\n"}, {"prompt": "def"}, {"messages": messages}]
     write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)))
     write(tmp_path / "b.py", "class A:\n    pass\n")
     documents = distill.read_documents(str(tmp_path), demo_tokenizer)
@@ -202,14 +243,12 @@ def test_the_target_continues_prompts_as_plain_decoding_does(load_pair):
 
 def test_the_command_tunes_a_drafter_and_reports(tmp_path, capsys):
     data = write(tmp_path / "data.txt", "def f(x):\n    return x + 1\n" * 60)
-    demo = str(distill.find_pair("demo"))
-    arguments = ["--pair", demo, "--data", data, "--out", str(tmp_path / "out"), "--steps", "2", "--length", "64", "--rows", "2",
-                 "--prompts", "2"]  # fmt: skip
-    assert distill.main(arguments) == 0
+    sizes = ["--steps", "2", "--length", "64", "--rows", "2", "--prompts", "2"]
+    assert distill.main(["--pair", str(DEMO), "--data", data, "--out", str(tmp_path / "out"), *sizes]) == 0
     assert "tokens per round" in capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "distill.json").read_text())
     assert report["best"]["acceptance_length"] >= report["before"]["acceptance_length"]
-    mlx_gemma_mtp.load(demo + "/target", tmp_path / "out")
+    mlx_gemma_mtp.load(DEMO / "target", tmp_path / "out")
 
 
 def test_the_command_names_a_users_mistake_in_one_line(tmp_path, capsys):

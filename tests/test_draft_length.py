@@ -4,65 +4,9 @@ import random
 
 import pytest
 
+from bench.simulate import CURVES, World, regret
 from mlx_gemma_mtp import Heuristic, OptionError
-from mlx_gemma_mtp.draft_length import LENGTHS, Auto, AutoController, Fixed, Knowledge, as_policy
-
-# Seconds of verifying T tokens, in plain steps, and of one draft step.
-CURVES = {
-    "M1 Max": (lambda t: 0.55 + 0.45 * t, 0.06),
-    "M4 Pro": (lambda t: {1: 1, 2: 1.03, 3: 1.22, 4: 1.47, 5: 1.7, 6: 2.07, 7: 2.4, 8: 2.69, 9: 2.95}[t], 0.06),
-    "M3 Ultra": (lambda t: 0.83 + 0.17 * t, 0.02),
-    "26B-A4B": (lambda t: 1 + 0.35 * (t - 1), 0.25),
-    "free": (lambda t: 1 + 0.02 * (t - 1), 0.01),
-}
-
-
-class World:
-    """Rounds of known cost and acceptance, with noise and outliers."""
-
-    def __init__(self, curve, acceptance, informative, seed):
-        self.verify_seconds, self.draft_seconds = CURVES[curve] if isinstance(curve, str) else curve
-        self.acceptance, self.informative, self.random = acceptance, informative, random.Random(seed)
-
-    def calibrate(self, knowledge):
-        for width in (1, 2, 3, 5, 9):
-            knowledge.verify_seconds[width] = self.verify_seconds(width) * self.random.uniform(0.95, 1.05)
-        knowledge.draft_seconds = self.draft_seconds * self.random.uniform(0.9, 1.1)
-
-    def drafts(self, count):
-        """Acceptance probability of each draft, as a confidence that is right on average, or says nothing."""
-        if not self.informative:
-            return [self.acceptance] * count
-        return [min(max(self.random.betavariate(2 * self.acceptance, 2 - 2 * self.acceptance), 0.0), 1.0) for _ in range(count)]
-
-    def play(self, controller, rounds):
-        """Runs rounds; returns (tokens, seconds)."""
-        tokens = seconds = 0
-        chances = []
-        for _ in range(rounds):
-            confidence = chances if self.informative else [0.5] * len(chances)
-            width = 1 + controller.verify(len(chances), [confidence])
-            drafts = controller.draft_length
-            accepted = 0
-            while accepted < width - 1 and self.random.random() < chances[accepted]:
-                accepted += 1
-            cost = self.verify_seconds(width) + drafts * self.draft_seconds
-            tokens, seconds = tokens + accepted + 1, seconds + cost
-            measured = cost * self.random.gauss(1, 0.05) * (10 if self.random.random() < 0.01 else 1)
-            controller.observe(width - 1, drafts, [accepted], measured)
-            chances = self.drafts(drafts)
-        return tokens, seconds
-
-    def best_fixed(self):
-        """Tokens per second of the best fixed length."""
-        expected = lambda k: sum(self.acceptance**i for i in range(k + 1))
-        return max(expected(k) / (self.verify_seconds(k + 1) + k * self.draft_seconds) for k in LENGTHS)
-
-
-def regret(world, controller, settle, rounds):
-    world.play(controller, settle)
-    tokens, seconds = world.play(controller, rounds)
-    return 1 - tokens / seconds / world.best_fixed()
+from mlx_gemma_mtp.draft_length import Auto, AutoController, Fixed, Knowledge, as_policy
 
 
 @pytest.mark.parametrize("informative", [False, True])
