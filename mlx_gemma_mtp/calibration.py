@@ -35,7 +35,8 @@ def cache_directory() -> Path:
 
 def knowledge_file(engine: Engine) -> Path:
     """One file per machine, MLX version and shapes of the pair."""
-    shapes = [(n, a.shape, str(a.dtype)) for m in (engine.target.model, engine.drafter) for n, a in tree_flatten(m.parameters())]
+    models = engine.target.model, engine.drafter
+    shapes = [(n, a.shape, str(a.dtype)) for model in models for n, a in tree_flatten(model.parameters())]
     facts = [platform.node(), str(mx.device_info()), mx.__version__, shapes, WIDTHS]
     return cache_directory() / "costs" / f"{sha256(repr(facts).encode()).hexdigest()[:16]}.json"
 

@@ -23,3 +23,11 @@ class PromptError(MtpError):
 
 class OptionError(MtpError):
     """An option with a value that means nothing."""
+
+
+class OutputError(MtpError):
+    """A place that cannot be written to: taken, full, or being written already."""
+
+
+class HubError(MtpError):
+    """A model that is not on this machine and cannot be downloaded."""

@@ -20,7 +20,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Generate text with a Gemma 4 model and its Multi-Token-Prediction drafter.",
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="NAME", help="a size such as E4B, a hub id, or the directory of a target or converted pair")
+    add("--model", required=True, metavar="NAME", help="a size such as E4B, a hub id, or a directory of a target or pair")
     add("--drafter", default="auto", metavar="PATH", help='directory of its drafter; "none" for plain decoding')
     add("--prompt", metavar="TEXT", help="the prompt; - or nothing reads it from stdin")
     add("--system", metavar="TEXT", help="a system message before the prompt")
@@ -72,11 +72,13 @@ def read_prompt(text: str | None) -> str:
     """The prompt: from the option, from a pipe on stdin, or asked for on a terminal."""
     if text not in (None, "-"):
         return text
+    if sys.stdin is None:
+        raise PromptError("there is no prompt and stdin is closed: give --prompt TEXT")
     if text is None and sys.stdin.isatty():
         print("prompt> ", end="", file=sys.stderr, flush=True)
         return sys.stdin.readline().rstrip("\n")
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PromptError(f"stdin is not UTF-8 text (byte {error.start}): convert it to UTF-8") from None
 
@@ -155,6 +157,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone; keep the interpreter from writing to it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
 
 
 if __name__ == "__main__":
