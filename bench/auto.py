@@ -32,7 +32,7 @@ SAMPLED = Sampling(temperature=1.0, top_k=64, top_p=0.95)
 
 def rate(pair: Pair, prompt, tokens, draft_length) -> float:
     """Tokens per second after the first."""
-    options = {"max_tokens": tokens, "draft_length": draft_length, "sampling": GREEDY, "ignore_eos": True}
+    options = {"max_tokens": tokens, "draft_length": draft_length, "sampling": GREEDY, "ignore_eos": True, "reuse": False}
     return pair.generate(prompt, **options).stats.generation_tokens_per_second
 
 
@@ -103,7 +103,7 @@ def main():
 
     oracle = Pair(pair.target, pair.drafter, pair.tokenizer, "oracle")
     oracle.engine = Oracle(pair.target, pair.drafter)
-    plain = pair.generate(code[0], max_tokens=tokens, draft_length=0, sampling=GREEDY, ignore_eos=True).tokens
+    plain = pair.generate(code[0], max_tokens=tokens, draft_length=0, sampling=GREEDY, ignore_eos=True, reuse=False).tokens
     oracle.engine.right = mx.array([(code[0] + plain + [0] * 8192)[:8192]], mx.int32)
     oracle.auto = mlx_gemma_mtp.Auto(calibrate=oracle.auto.calibrate)
     run = lambda k: lambda prompt: rate(oracle, prompt, tokens, k)
@@ -117,7 +117,7 @@ def main():
         lines.append(compare(f"{kind}: auto / best fixed (K={best})", count, texts, run("auto"), run(best)))
 
     def round_ms(prompt, sampling):
-        stats = pair.generate(prompt, max_tokens=64, draft_length=4, sampling=sampling, ignore_eos=True).stats
+        stats = pair.generate(prompt, max_tokens=64, draft_length=4, sampling=sampling, ignore_eos=True, reuse=False).stats
         return stats.decode_seconds / stats.rounds
 
     lines.append(

@@ -20,7 +20,9 @@ from bench.engines import GREEDY, MlxLm, MlxVlm, Ours
 
 def ours_rounds(engine: Ours, prompt: list[int], tokens: int) -> dict:
     """Median seconds of a round, and memory a round needs beyond what is live before it."""
-    stream = engine.pair.stream(prompt, max_tokens=tokens, draft_length=engine.draft_length, sampling=GREEDY, ignore_eos=True)
+    stream = engine.pair.stream(
+        prompt, max_tokens=tokens, draft_length=engine.draft_length, sampling=GREEDY, ignore_eos=True, reuse=False
+    )
     start = time.perf_counter()
     next(stream)
     first = time.perf_counter() - start

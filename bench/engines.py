@@ -38,7 +38,9 @@ class Ours:
         self.pair, self.draft_length, self.name = pair, draft_length, name
 
     def run(self, prompt: list[int], count: int) -> Run:
-        done = self.pair.generate(prompt, max_tokens=count, draft_length=self.draft_length, sampling=GREEDY, ignore_eos=True)
+        done = self.pair.generate(
+            prompt, max_tokens=count, draft_length=self.draft_length, sampling=GREEDY, ignore_eos=True, reuse=False
+        )
         stats = done.stats
         return Run(done.tokens, stats.prefill_seconds, stats.decode_seconds, stats.rounds, stats.accepted_by_position)
 

@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             for piece in stream:
                 bar.close()
-                if not options.json:
+                if not options.json and piece.channel == "answer":
                     print(piece.text, end="", flush=True)
         except KeyboardInterrupt:
             interrupted = True

@@ -1,66 +1,42 @@
 """A target and its drafter as a user sees them: text in, text out."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from copy import deepcopy
+from dataclasses import replace
 
 import mlx.core as mx
+from tqdm import tqdm
 
-from .calibration import calibrate_with, load_knowledge
+from .batch import SIZES, Batch, Guard, Request
+from .calibration import calibrate_with, load_knowledge, save_knowledge
+from .channels import ChannelParser
+from .checkpoint import machine_bytes
+from .conversation import Chat
 from .draft_length import Auto, Fixed, Policy, as_policy
 from .drafter import Drafter
-from .errors import OptionError, PromptError
+from .errors import MtpError, OptionError, PromptError
+from .prefix import Branch, PrefixStore, overshoot
 from .sampling import Sampler, Sampling
 from .speculative import Engine, Row, decode, prefill
-from .stats import Stats
 from .target import Target
 from .tokenizer import Prompt, Tokenizer
+from .transcript import Completion, Piece, Transcript
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What one round added. `text` may be empty while a character or a possible stop string is incomplete.
-
-    logprobs: per token, when asked for.
-    """
-
-    text: str
-    tokens: list[int]
-    logprobs: list["Logprob"]
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """Log-probability of an emitted token under the target itself, before penalties and warps.
-
-    top: the most probable (id, log-probability).
-    """
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished generation. finish_reason: "stop" (stop id or stop string) or "length" (max_tokens)."""
-
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    stats: Stats
-    logprobs: list[Logprob]
-
-    def __repr__(self) -> str:
-        return f"{self.text}\n\n[{self.finish_reason}]\n{self.stats}"
+WORTH_REMEMBERING = 32  # rounds of a generation whose costs and acceptances the next process should know
 
 
 class Pair:
-    """A loaded target and drafter. Holds no state of any generation: streams may be interleaved or run in threads."""
+    """A loaded target and drafter. Streams may be interleaved or run in threads: each has a state of its own.
+
+    prefixes: what finished generations computed, for prompts that begin alike; `prefixes.limit_bytes` may be set.
+    """
 
     def __init__(self, target: Target, drafter: Drafter | None, tokenizer: Tokenizer, name: str):
         self.target, self.drafter, self.tokenizer, self.name = target, drafter, tokenizer, name
         self.engine = Engine(target, drafter)
+        self.prefixes = PrefixStore(target.empty_cache)
         self.auto = Auto(load_knowledge(self.engine), calibrate_with(self.engine)) if drafter else Fixed(0)
 
     def __repr__(self) -> str:
@@ -84,6 +60,9 @@ class Pair:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         on_prefill: Callable[[int, int], None] | None = None,
+        thinking: bool | int = False,
+        tools: Sequence[dict] | None = None,
+        reuse: bool = True,
     ) -> "Stream":
         """Generates piece by piece.
 
@@ -94,24 +73,19 @@ class Pair:
         logprobs: report the log-probability of every token, and of this many of the most probable; None for neither.
         stop: strings that end the text and are not part of it.  ignore_eos: go on after stop ids.
         on_prefill: called with (tokens done, tokens in all) while a long prompt is read.
+        thinking: let the model think before it answers; a number is the most tokens it may think, then it must answer.
+        tools: declarations of functions the model may call, in OpenAI's form.
+        reuse: continue from what earlier generations computed, and keep what this one does.
         Returns an iterator of pieces; its `completion()` gives the text, tokens and statistics so far.
         Raises PromptError, OptionError.
         """
-        ids = self.tokenizer.encode(prompt, raw)
-        context = self.target.args.max_position_embeddings
-        if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise OptionError(f"max_tokens {max_tokens!r}: give a whole number of at least 1")
-        if len(ids) + max_tokens > context:
-            raise PromptError(
-                f"prompt of {len(ids)} tokens plus max_tokens {max_tokens} is beyond the context of {context}: "
-                + (f"ask for at most {context - len(ids)} tokens" if len(ids) < context else "shorten the prompt")
-            )
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(s, str) and s for s in stops):
-            raise OptionError(f"stop {stop!r}: give a string or several, none of them empty")
         if logprobs is not None and (isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= 64):
             raise OptionError(f"logprobs {logprobs!r}: give a number from 0 to 64")
-        policy = as_policy(draft_length, self.drafter.config.draft_length if self.drafter else None, self.auto)
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise OptionError(f"sampling {sampling!r}: give a Sampling, as in Sampling(temperature=0.7)")
+        if not isinstance(logits_processors, (list, tuple)) or not all(map(callable, logits_processors)):
+            raise OptionError(f"logits_processors {logits_processors!r}: give a list of functions")
+        transcript = self._transcript(prompt, max_tokens, raw, stop, ignore_eos, thinking, tools)
         sampler = Sampler.of(
             [(sampling or Sampling()).resolve(self.tokenizer.generation)],
             self.target.args.vocab_size,
@@ -119,8 +93,30 @@ class Pair:
             logprobs,
             (tuple(logits_processors),) if logits_processors else (),
         )
+        return Stream(self, transcript, self._policy(draft_length), sampler, on_prefill, reuse)
+
+    def _policy(self, draft_length: int | str | Policy | None) -> Policy:
+        return as_policy(draft_length, self.drafter.config.draft_length if self.drafter else None, self.auto)
+
+    def _transcript(self, prompt: Prompt, max_tokens, raw, stop, ignore_eos, thinking, tools) -> Transcript:
+        """A row that is yet to run, its options checked."""
+        budget = None if isinstance(thinking, bool) else thinking
+        if budget is not None and (not isinstance(budget, int) or budget < 1):
+            raise OptionError(f"thinking {thinking!r}: give True, False, or the most tokens of thought")
+        ids = self.tokenizer.encode(prompt, raw, bool(thinking), tools)
+        context = self.target.args.max_position_embeddings
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+            raise OptionError(f"max_tokens {max_tokens!r}: give a whole number of at least 1")
+        if len(ids) + max_tokens > context:
+            raise PromptError(
+                f"prompt of {len(ids)} tokens plus max_tokens {max_tokens} is beyond the context of {context}: "
+                + (f"ask for at most {context - len(ids)} tokens" if len(ids) < context else "shorten the prompt")
+            )
+        stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, (list, tuple, set)) else (None,)
+        if not all(isinstance(s, str) and s for s in stops):
+            raise OptionError(f"stop {stop!r}: give a string or several, none of them empty")
         row = Row(ids, max_tokens, frozenset() if ignore_eos else self.tokenizer.stop_ids)
-        return Stream(self, row, policy, sampler, stops, on_prefill)
+        return Transcript(row, ChannelParser(self.tokenizer, stops, None if raw else self.tokenizer.markers, ids, budget))
 
     def generate(self, prompt: Prompt, **options) -> Completion:
         """All of `stream` at once, with the same arguments."""
@@ -129,13 +125,88 @@ class Pair:
             pass
         return stream.completion()
 
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int | Sequence[int] = 256,
+        sampling: Sampling | None | Sequence[Sampling | None] = None,
+        logits_processors: Sequence[Sequence[Callable[[mx.array, mx.array], mx.array]]] | None = None,
+        draft_length: int | str | Policy | None = None,
+        raw: bool = False,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        thinking: bool | int = False,
+        tools: Sequence[dict] | None = None,
+        rows: int = 8,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Generates for many prompts together, each as if it were alone.
+
+        max_tokens, sampling: one for all, or one per prompt.  logits_processors: per prompt, the functions of its row.
+        rows: how many run at once; where the memory does not hold so many, fewer do.  progress: show a bar.
+        The rest is as for `stream`, for all rows.
+        Returns completions in the order of the prompts. A row that cannot be run, or whose processor raises, ends alone:
+        its finish_reason is "error", and `error` says why.
+        Raises OptionError.
+        """
+        count = len(prompts)
+        if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= SIZES[-1]:
+            raise OptionError(f"rows {rows!r}: give a number from 1 to {SIZES[-1]}")
+        limits, samplings = _per_row("max_tokens", max_tokens, count), _per_row("sampling", sampling, count)
+        processors = [()] * count if logits_processors is None else _per_row("logits_processors", logits_processors, count)
+        results: list[Completion | None] = [None] * count
+        transcripts, resolved = {}, {}
+        for index, prompt in enumerate(prompts):
+            try:
+                transcript = self._transcript(prompt, limits[index], raw, stop, ignore_eos, thinking, tools)
+                own = (samplings[index] or Sampling()).resolve(self.tokenizer.generation)
+                Sampler.of([own], self.target.args.vocab_size)  # refuses what means nothing for this row alone
+                transcripts[index], resolved[index] = transcript, own
+            except MtpError as error:
+                failed = Transcript(Row([], 0), ChannelParser(self.tokenizer))
+                failed.error = error
+                results[index] = failed.completion()
+        policy = self._policy(draft_length)
+        if isinstance(policy, Auto) and policy is self.auto:  # what many rows cost says nothing of one
+            policy = replace(policy, knowledge=deepcopy(policy.knowledge))
+        sampler = Sampler.of([resolved[i] for i in transcripts], self.target.args.vocab_size, self.tokenizer.suppressed)
+        requests = [
+            Request(transcript, at, tuple(Guard(f) for f in processors[i]))
+            for at, (i, transcript) in enumerate(transcripts.items())
+        ]
+        mx.reset_peak_memory()
+        room = max(0, machine_bytes() - mx.get_active_memory()) // 2
+        ends = self.tokenizer.markers.closing if self.tokenizer.markers else ()
+        with tqdm(total=count, initial=count - len(requests), unit="row", disable=not progress) as bar:
+            Batch(self.engine, sampler, policy.begin(), rows, room, ends, lambda _: bar.update()).run(requests)
+        for index, transcript in transcripts.items():
+            results[index] = transcript.completion()
+        return results
+
+    def chat(self, system: str | None = None, **options) -> Chat:
+        """A conversation. options: fields of Chat, such as max_tokens, sampling, thinking, tools, on_full."""
+        chat = Chat(self, **options)
+        chat.system = system or chat.system
+        return chat
+
+
+def _per_row(name: str, value, count: int) -> list:
+    """A value for every row."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise OptionError(f"{len(value)} values of {name} for {count} prompts: give one for all, or one for each")
+    return list(value)
+
 
 class Stream:
-    """A running generation of one row: an iterator of pieces that owns the state and frees it when it ends."""
+    """A running generation of one row: an iterator of pieces that owns the state and gives it to the pair when it ends."""
 
-    def __init__(self, pair: Pair, row: Row, policy: Policy, sampler: Sampler, stops: tuple[str, ...], on_prefill):
-        self._row, self._stats, self._text, self._logprobs = row, Stats(len(row.prompt)), "", []
-        self._pieces = self._run(pair, policy, sampler, stops, on_prefill)
+    def __init__(self, pair: Pair, transcript: Transcript, policy: Policy, sampler: Sampler, on_prefill, reuse: bool):
+        self._pair, self._transcript, self._sampler = pair, transcript, sampler
+        self._on_prefill, self._reuse = on_prefill, reuse
+        self._pieces = self._run(policy)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -144,72 +215,46 @@ class Stream:
         return next(self._pieces)
 
     def close(self) -> None:
-        """Ends the generation and frees its cache; what was generated stays readable."""
+        """Ends the generation; what was generated stays readable."""
         self._pieces.close()
 
     def completion(self) -> Completion:
         """What was generated so far. finish_reason is "length" while it runs."""
-        reason = self._row.finish_reason or "length"
-        return Completion(self._text, list(self._row.tokens), reason, self._stats, list(self._logprobs))
+        return self._transcript.completion()
 
-    def _run(self, pair: Pair, policy: Policy, sampler: Sampler, stops: tuple[str, ...], on_prefill) -> Iterator[Piece]:
-        row, stats = self._row, self._stats
-        text = TextStream(pair.tokenizer, stops, pair.tokenizer.stop_ids)
+    def _run(self, policy: Policy) -> Iterator[Piece]:
+        transcript, row, pair = self._transcript, self._transcript.row, self._pair
         controller = policy.begin()
         mx.reset_peak_memory()
-        start = time.perf_counter()
-        state = prefill(pair.target, row.prompt, on_prefill)
-        first = None
-        for round_ in decode(pair.engine, state, [row], controller, sampler):
-            now = time.perf_counter()
-            if first is None:
-                first = now
-            else:
-                stats.count(round_, 0)
-            emitted = round_.emitted[0]
-            piece, complete = text.add(emitted)
-            if complete is not None:
-                row.stop_at(len(row.tokens) - len(emitted) + complete)
-                emitted = emitted[:complete]
-            if row.finish_reason:
-                piece += text.finish()
-            stats.generated_tokens = len(row.tokens)
-            stats.prefill_seconds, stats.decode_seconds = first - start, now - first
-            stats.peak_memory_bytes = mx.get_peak_memory()
-            stats.estimated_gain = controller.gain()
-            scores = [Logprob(token, *score) for token, score in zip(emitted, round_.logprobs[0])]
-            self._text += piece
-            self._logprobs += scores
-            yield Piece(piece, emitted, scores)
-
-
-class TextStream:
-    """Tokens -> text that never shows half a character, nor what a stop string would take back."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], hidden: frozenset[int]):
-        self._detokenizer, self._stops, self._hidden = tokenizer.detokenizer(), stops, hidden
-        self._held = ""
-
-    def add(self, tokens: list[int]) -> tuple[str, int | None]:
-        """Text that may be shown now, and how many of `tokens` complete a stop string (None: none does)."""
-        if self._detokenizer is None:
-            return "", None
-        for count, token in enumerate(tokens, 1):
-            if token in self._hidden:
-                continue
-            self._detokenizer.add_token(token)
-            self._held += self._detokenizer.last_segment
-            found = [at for at in (self._held.find(s) for s in self._stops) if at >= 0]
-            if found:
-                shown, self._held, self._detokenizer = self._held[: min(found)], "", None
-                return shown, count
-        keep = max((n for s in self._stops for n in range(len(s)) if self._held.endswith(s[:n])), default=0)
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return shown, None
-
-    def finish(self) -> str:
-        """The rest: what was held back, and half a character as the replacement character."""
-        if self._detokenizer is None:
-            return ""
-        self._detokenizer.finalize()
-        return self._held + self._detokenizer.last_segment
+        transcript.start()
+        branch = pair.prefixes.take(row.prompt) if self._reuse else Branch(pair.target.empty_cache())
+        transcript.stats.reused_tokens = committed = branch.reused
+        width = 1 + controller.draft_length
+        try:
+            state = prefill(pair.target, row.prompt, self._on_prefill, branch.cache, branch.reused)
+            committed = row.committed
+            if self._reuse:
+                branch.remember(committed, committed)
+            while True:
+                try:
+                    with closing(decode(pair.engine, state, [row], controller, self._sampler)) as rounds:
+                        for round_ in rounds:
+                            width = max(width, 1 + controller.draft_length)
+                            yield from transcript.add(round_, 0, controller.gain())
+                            if transcript.must_close:
+                                break
+                finally:
+                    committed = row.committed
+                if not transcript.must_close:
+                    return
+                yield from transcript.close_thought(pair.tokenizer.markers.closing)
+                if row.finish_reason:
+                    return
+                state = prefill(pair.target, row.prompt + row.tokens, None, branch.cache, committed)
+        finally:
+            if self._reuse:
+                if committed > len(row.prompt) - 1:
+                    branch.remember(committed, committed + overshoot(width))
+                pair.prefixes.put(branch, (row.prompt + row.tokens)[:committed])
+            if isinstance(policy, Auto) and transcript.stats.rounds >= WORTH_REMEMBERING:
+                save_knowledge(pair.engine, policy.knowledge)

@@ -16,12 +16,14 @@ from . import sampling
 from .cache import Cache, bucket
 from .draft_length import Controller
 from .drafter import Drafter
+from .errors import OptionError
 from .sampling import Method, Sampler
 from .target import Target
 
 PREFILL_TOKENS = 1024
 # Attention of head size 512 has no fused kernel: a chunk of T tokens holds H x T x S scores. Chunks shrink to keep that.
 SCORE_BYTES = 1 << 30
+MOST_GRAPHS = 96
 GREEDY = Sampler()
 
 
@@ -31,7 +33,7 @@ class State:
 
     cache: every committed token except the pending one; cache.length = position of the pending token.
     block: [B, K+1] int32, the pending token followed by K draft tokens.
-    confidence: [B, K] float32, the drafter's largest probability at each draft token.
+    confidence: [B, K] float32: the drafter's largest probability at each draft token.
     carried: what the sampling method hands from round to round: history [B, C], log_q and q_ids [B, K, C].
     """
 
@@ -116,20 +118,25 @@ class Round:
 
 
 class Engine:
-    """The compiled rounds of one pair. Holds no state of any generation; safe to use from several threads."""
+    """The compiled rounds of one pair. Holds no state of any generation; safe to use from several threads.
+
+    MLX keeps graphs per thread: a new thread traces them anew, so long-lived worker threads are faster than one per call.
+    """
 
     def __init__(self, target: Target, drafter: Drafter | None):
         self.target, self.drafter = target, drafter
         self._compiled: dict[tuple, Callable] = {}
 
     def _get(self, make: Callable[[], Callable], *key) -> Callable:
-        """The graph of a key; mx.compile itself tells apart shapes of rows, widths and caches."""
+        """The graph of a key, of which the newest are kept; mx.compile itself tells apart shapes, and threads."""
         if key not in self._compiled:
+            while len(self._compiled) >= MOST_GRAPHS:
+                self._compiled.pop(next(iter(self._compiled)), None)
             self._compiled[key] = mx.compile(make())
         return self._compiled[key]
 
     def _verify(self, windows: tuple, read: int, sampler: Sampler, texts: list[list[int]] | None = None) -> Callable:
-        target, method = self.target, sampler.method
+        target, method, processors = self.target, sampler.method, sampler.processors
 
         def verify(block, active, length, keys, values, knobs, carried):
             layers = Cache(windows, keys, values, length).layers(read)
@@ -138,7 +145,7 @@ class Engine:
             seen = sampling.seen_tokens(carried["history"], block[:, 1:]) if method.penalty_context else None
             logits = sampling.adjust(raw, knobs, method, seen)
             if texts is not None:
-                logits = process(logits, block, texts, sampler.processors)
+                logits = process(logits, block, texts, processors)
             width = block.shape[1]
             position = length[:, None] + 1 + mx.arange(width)
             proposal = tuple(carried[name][:, : width - 1] for name in ("log_q", "q_ids") if name in carried)
@@ -170,7 +177,7 @@ class Engine:
             for index in range(drafts):
                 embedding = target.embed(block[-1][:, 0])  # [B, D]
                 scores, ids, hidden = drafter.step(embedding, hidden, length, lent)  # [B, N]
-                token, sure, proposal = sampling.draft_token(scores, ids, length + (1 + index), knobs, method)
+                token, sure, proposal = sampling.draft_token(scores, ids, length, index, knobs, method)
                 block.append(token)
                 confidence.append(sure)
                 proposals.append(proposal)
@@ -222,6 +229,9 @@ def process(logits: mx.array, block: mx.array, texts: list[list[int]], processor
             tokens, scores = mx.concatenate([before, block[row, 1 : position + 1]]), logits[row, position][None]
             for function in functions:
                 scores = function(tokens, scores)
+                if not isinstance(scores, mx.array) or scores.shape != (1, logits.shape[-1]):
+                    got = list(scores.shape) if isinstance(scores, mx.array) else type(scores).__name__
+                    raise OptionError(f"a logits processor returned {got}, not an array [1, {logits.shape[-1]}]: mend it")
             line.append(scores[0])
         rows.append(mx.stack(line))
     return mx.stack(rows)
@@ -253,7 +263,7 @@ def prefill(
         mx.eval(cache.arrays)
         if on_prefill:
             on_prefill(done, total)
-    return State(cache, mx.array([prompt[-1:]], mx.int32), mx.zeros((1, 0)))
+    return State(cache, mx.array([prompt[-1:]], mx.int32), mx.array([[]]))
 
 
 def prefill_chunk(target: Target, done: int) -> int:
@@ -266,7 +276,7 @@ def stack(states: list[State]) -> State:
     """One state of many rows from states of one or more rows each, all of the same block width."""
     capacity = max(s.cache.capacity for s in states)
     for state in states:
-        state.cache.reserve(capacity)
+        state.cache.grow(capacity)
     joined = lambda arrays: mx.concatenate(arrays, axis=0)
     caches = [s.cache for s in states]
     return State(
@@ -280,6 +290,16 @@ def stack(states: list[State]) -> State:
         joined([s.block for s in states]),
         joined([s.confidence for s in states]),
     )
+
+
+def select(state: State, rows: list[int]) -> State:
+    """A state of some rows of another, which stays as it is. Between rounds only: nothing is carried over."""
+    if rows == list(range(state.rows)):
+        return state
+    index, cache = mx.array(rows, mx.int32), state.cache
+    taken = lambda arrays: [mx.take(a, index, axis=0) for a in arrays]
+    picked = Cache(cache.windows, taken(cache.keys), taken(cache.values), mx.take(cache.length, index), cache.capacity)
+    return State(picked, mx.take(state.block, index, axis=0), mx.take(state.confidence, index, axis=0))
 
 
 def decode(
@@ -328,24 +348,26 @@ def decode(
                 dispatch(1)
             done, confidence, drafts, start, dispatched = flight.popleft()
             start, asked = max(start, last_read), time.perf_counter()
-            round_ = _read(rows, done)
-            confidence = confidence.tolist() if controller.wants_confidence else []
+            round_, confidence = _read(rows, done, confidence if controller.wants_confidence else None)
             last_read = time.perf_counter()
             # When the consumer was away for long and the read did not have to wait, the round's time is unknown.
             seconds, away = last_read - start, asked - max(dispatched, start)
             if away > 0.2 * seconds and last_read - asked < 0.1 * seconds:
                 seconds = None
-            controller.observe(round_.drafted, drafts, [n for n in round_.accepted if n is not None], seconds)
-            if not flight and any(row.finish_reason is None for row in rows):
+            controller.observe(round_.drafted, drafts, round_.accepted, seconds)
+            if all(row.finish_reason for row in rows):
+                flight.clear()  # a round ahead of the last
+            elif not flight:
                 dispatch(1 + controller.verify(state.width - 1, confidence))
             yield round_
     finally:
         state.cache.length = mx.array([row.committed for row in rows], mx.int32)
-        state.block = mx.array([row.pending for row in rows], mx.int32)[:, None]
-        state.confidence, state.carried = mx.zeros((state.rows, 0)), {}
+        # Made of host numbers, not of operations: what is left lazy here could not be evaluated by another thread.
+        state.block = mx.array([[row.pending] for row in rows], mx.int32)
+        state.confidence, state.carried = mx.array([[] for _ in rows]), {}
 
 
-def _read(rows: list[Row], done: dict) -> Round:
+def _read(rows: list[Row], done: dict, confidence: mx.array | None) -> tuple[Round, list[list[float]]]:
     """The one place where the host waits for the device. done: as `run_round` returns it."""
     report = done["report"]
     accepted, emitted, logprobs = [], [], []
@@ -354,4 +376,6 @@ def _read(rows: list[Row], done: dict) -> Round:
         accepted.append(count if row.finish_reason is None else None)
         emitted.append(row.take(tokens[: count + 1]))
         logprobs.append([(o, list(zip(i, t))) for o, t, i, _ in zip(*scores, emitted[-1])])
-    return Round(report.shape[1] - 2, accepted, emitted, logprobs)
+    sure = [[]] * len(rows) if confidence is None else confidence.tolist()
+    sure = [c if row.finish_reason is None else [] for row, c in zip(rows, sure)]
+    return Round(report.shape[1] - 2, accepted, emitted, logprobs), sure

@@ -13,10 +13,12 @@ class Stats:
     `rounds`, `drafted`, `accepted` count what came after it.
     accepted_by_position[i]: rounds in which draft token i was accepted.
     verified_histogram: rounds by draft tokens verified; 0 is plain decoding.
+    reused_tokens: of the prompt, whose keys and values were kept from an earlier generation.
     estimated_gain: tokens per second over plain decoding's, from measured costs (automatic draft length only).
     """
 
     prompt_tokens: int
+    reused_tokens: int = 0
     generated_tokens: int = 0
     rounds: int = 0
     drafted: int = 0
@@ -40,7 +42,8 @@ class Stats:
 
     @property
     def prompt_tokens_per_second(self) -> float:
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+        """Tokens that were not reused / seconds to the first token."""
+        return (self.prompt_tokens - self.reused_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def generation_tokens_per_second(self) -> float:
@@ -72,8 +75,9 @@ class Stats:
         return ", ".join(f"{length} in {count} rounds" for length, count in sorted(self.verified_histogram.items()))
 
     def __str__(self) -> str:
+        reused = f" ({self.reused_tokens} kept from before)" if self.reused_tokens else ""
         lines = [
-            f"prompt      {self.prompt_tokens} tokens, {self.prompt_tokens_per_second:.1f} tokens/s",
+            f"prompt      {self.prompt_tokens} tokens{reused}, {self.prompt_tokens_per_second:.1f} tokens/s",
             f"generation  {self.generated_tokens} tokens, {self.generation_tokens_per_second:.1f} tokens/s",
         ]
         if self.drafted:

@@ -8,7 +8,7 @@ from tiny_tokenizer import EOT, TEMPLATE, write_tokenizer
 
 import mlx_gemma_mtp
 from mlx_gemma_mtp import OptionError, PromptError
-from mlx_gemma_mtp.pair import TextStream
+from mlx_gemma_mtp.channels import TextStream
 from mlx_gemma_mtp.tokenizer import Tokenizer
 
 BOS = 2
@@ -67,7 +67,8 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(pair):
 
 @pytest.mark.parametrize("options", [
     {"max_tokens": 0}, {"max_tokens": 1.5}, {"draft_length": -1}, {"draft_length": 17}, {"draft_length": "fast"},
-    {"draft_length": True}, {"stop": [""]}, {"stop": [3]},
+    {"draft_length": True}, {"stop": [""]}, {"stop": [3]}, {"stop": None}, {"stop": 5}, {"max_tokens": True},
+    {"sampling": {}}, {"logits_processors": print}, {"logits_processors": [3]}, {"logprobs": True}, {"logprobs": -1},
 ])  # fmt: skip
 def test_options_that_mean_nothing_are_refused(pair, options):
     with pytest.raises(OptionError):
