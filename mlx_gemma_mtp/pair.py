@@ -23,7 +23,6 @@ from .target import Target
 from .tokenizer import Prompt, Tokenizer
 from .transcript import Completion, Piece, Transcript
 
-
 WORTH_REMEMBERING = 32  # rounds of a generation whose costs and acceptances the next process should know
 
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from pairs import FAMILIES
-from scripted import run_rows
+from scripted import SCRIPTS, ScriptedEngine, run_rows
 
 from mlx_gemma_mtp import Auto, Fixed, OptionError, Sampling, sampling
 from mlx_gemma_mtp.cache import Cache
@@ -341,6 +341,12 @@ def never_twice_in_a_row(tokens, logits):
     return mx.where(mx.arange(logits.shape[-1]) == tokens[-1], -1e9, logits + 0.5 * (mx.arange(512) == len(tokens)))
 
 
+def accepted_drafts(pair, expected, sampler):
+    """The same with a drafter that is mostly right, so that the later positions of a block are emitted too."""
+    engine = ScriptedEngine(pair.target, pair.drafter, [PROMPT + expected], SCRIPTS["uneven"])
+    return run_rows(engine, [PROMPT], [len(expected)], Fixed(4), sampler=sampler)[0].tokens
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_option_with_drafting_equals_plain_decoding(load_pair, family, name):
@@ -349,6 +355,7 @@ def test_every_option_with_drafting_equals_plain_decoding(load_pair, family, nam
     for drafts in (0, 4):
         done = pair.generate(PROMPT, max_tokens=20, draft_length=drafts, sampling=options, ignore_eos=True)
         assert done.tokens == expected, drafts
+    assert accepted_drafts(pair, expected, Sampler.of([options.resolve({})], 512)) == expected
 
 
 @pytest.mark.parametrize("family", ["e2b", "moe26b"])
@@ -358,6 +365,8 @@ def test_custom_processors_see_the_right_history_at_every_position(load_pair, fa
     for drafts in (0, 1, 4):
         common = {"max_tokens": 20, "logits_processors": [never_twice_in_a_row], "ignore_eos": True}
         assert pair.generate(PROMPT, draft_length=drafts, sampling=options, **common).tokens == expected
+    sampler = Sampler.of([options.resolve({})], 512, processors=((never_twice_in_a_row,),))
+    assert accepted_drafts(pair, expected, sampler) == expected
     with_seed = [pair.generate(PROMPT, draft_length=k, sampling=WARM, **common).tokens for k in (0, 4)]
     assert with_seed[0] == with_seed[1]
 
