@@ -153,6 +153,19 @@ def test_a_stop_id_is_not_part_of_the_text(pair):
     assert done.text == decode(pair, done.tokens[:-1])
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_text_held_back_comes_out_once_when_a_stop_id_ends_the_row(pair, drafts):
+    """Plain decoding has a round in flight then, which must not flush the text again."""
+    free = pair.generate("the abc", max_tokens=30, draft_length=0, ignore_eos=True)
+    at = next(i for i in range(6, 30) if free.tokens[i] not in free.tokens[:i])
+    expected = decode(pair, free.tokens[:at])
+    stopping = Tokenizer(pair.tokenizer.wrapper, 512, BOS, frozenset([free.tokens[at]]))
+    other = mlx_gemma_mtp.Pair(pair.target, pair.drafter, stopping, "other")
+    done = other.generate("the abc", max_tokens=30, draft_length=drafts, stop=expected[-2:] + "no such text")
+    plain = other.generate("the abc", max_tokens=30, draft_length=drafts)
+    assert done.tokens == free.tokens[: at + 1] and done.text == plain.text
+
+
 def test_a_checkpoint_without_tokenizer_takes_ids_and_says_so_for_text(load_pair):
     plain = load_pair("e2b")
     assert len(plain.generate([5, 6], max_tokens=3, ignore_eos=True).tokens) == 3
