@@ -108,6 +108,11 @@ def test_a_quantized_target_is_a_teacher_too(make_pair_directory, tmp_path):
     losses = [loss for _, loss in run.steps()]
     run.gradients.close()
     assert sum(losses[-4:]) < sum(losses[:4])
+    distill.save_drafter(run.fused(), directory / "assistant", tmp_path / "tuned", mx.float32)
+    tuned = mlx_gemma_mtp.load(directory / "target", tmp_path / "tuned", dtype="float32")
+    pair = mlx_gemma_mtp.Pair(target, tuned.drafter, tuned.tokenizer, "quantized")
+    outputs = [pair.generate(STREAM[:30].tolist(), max_tokens=30, draft_length=k, ignore_eos=True).tokens for k in (0, 4)]
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("family", ["e2b", "dense31b"])
