@@ -9,7 +9,9 @@ llama.cpp and MLX users (M4 Pro: mlx #3839), linear in T for an M1 Max, 0.83 + 0
 import argparse
 import random
 
-from mlx_gemma_mtp.draft_length import LENGTHS, Auto, Knowledge
+from mlx_gemma_mtp.calibration import WIDTHS
+from mlx_gemma_mtp.draft_length import LENGTHS, Auto
+from mlx_gemma_mtp.knowledge import Costs, Knowledge, octave
 
 # Seconds of verifying T tokens, in plain steps, and of one draft step.
 CURVES = {
@@ -29,9 +31,8 @@ class World:
         self.acceptance, self.informative, self.random = acceptance, informative, random.Random(seed)
 
     def calibrate(self, knowledge):
-        for width in (1, 2, 3, 5, 9):
-            knowledge.verify_seconds[width] = self.verify_seconds(width) * self.random.uniform(0.95, 1.05)
-        knowledge.draft_seconds = self.draft_seconds * self.random.uniform(0.9, 1.1)
+        seconds = {width: self.verify_seconds(width) * self.random.uniform(0.95, 1.05) for width in WIDTHS}
+        knowledge.costs[1, octave(0)] = Costs(seconds, self.draft_seconds * self.random.uniform(0.9, 1.1), 8)
 
     def drafts(self, count):
         """Acceptance probability of each draft, as a confidence that is right on average, or says nothing."""
@@ -40,20 +41,21 @@ class World:
         return [min(max(self.random.betavariate(2 * self.acceptance, 2 - 2 * self.acceptance), 0.0), 1.0) for _ in range(count)]
 
     def play(self, controller, rounds):
-        """Runs rounds; returns (tokens, seconds)."""
+        """Runs rounds; returns (tokens, seconds). While no drafts are in hand the next round starts before the last is read."""
         tokens = seconds = 0
-        chances = []
+        chances, ahead, following = [], False, 0
         for _ in range(rounds):
             confidence = chances if self.informative else [0.5] * len(chances)
-            width = 1 + controller.verify(len(chances), [confidence])
-            drafts = controller.draft_length
+            width = 1 + (0 if ahead else controller.verify(len(chances), [confidence]))
+            drafts = following if ahead else controller.draft_length
+            following, ahead = controller.draft_length, drafts == 0
             accepted = 0
             while accepted < width - 1 and self.random.random() < chances[accepted]:
                 accepted += 1
             cost = self.verify_seconds(width) + drafts * self.draft_seconds
             tokens, seconds = tokens + accepted + 1, seconds + cost
             measured = cost * self.random.gauss(1, 0.05) * (10 if self.random.random() < 0.01 else 1)
-            controller.observe(width - 1, drafts, [accepted], measured)
+            controller.observe(width - 1, drafts, [accepted], measured, 0)
             chances = self.drafts(drafts)
         return tokens, seconds
 

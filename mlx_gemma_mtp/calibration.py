@@ -1,7 +1,6 @@
 """What rounds cost on this machine: measured once per pair, remembered in the cache directory."""
 
 import json
-import math
 import os
 import platform
 import sys
@@ -16,11 +15,13 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from .cache import bucket
-from .draft_length import Knowledge
+from .draft_length import LENGTHS
+from .knowledge import BINS, LONGEST, Costs, Knowledge, octave
 from .speculative import Engine, State
 
-WIDTHS = (1, 2, 3, 5, 9)
+WIDTHS = tuple(length + 1 for length in LENGTHS)
 DRAFTS = 4
+MEASURED = 8  # rounds that a calibration counts for
 REMEMBERED = 12  # outcomes that what an earlier process learned of acceptance counts for: this text may be another
 
 
@@ -37,7 +38,7 @@ def knowledge_file(engine: Engine) -> Path:
     """One file per machine, MLX version and shapes of the pair."""
     models = engine.target.model, engine.drafter
     shapes = [(n, a.shape, str(a.dtype)) for model in models for n, a in tree_flatten(model.parameters())]
-    facts = [platform.node(), str(mx.device_info()), mx.__version__, shapes, WIDTHS]
+    facts = [platform.node(), str(mx.device_info()), mx.__version__, shapes, WIDTHS, "by context"]
     return cache_directory() / "costs" / f"{sha256(repr(facts).encode()).hexdigest()[:16]}.json"
 
 
@@ -45,20 +46,26 @@ def load_knowledge(engine: Engine) -> Knowledge:
     """What an earlier run measured; nothing when there is none or it cannot be read."""
     try:
         values = json.loads(knowledge_file(engine).read_text())
-        costs = [*values["verify_seconds"].values(), values["draft_seconds"]]
-        shares = [*values["acceptance"], *values["by_confidence"]]
-        if not all(0 < float(c) < math.inf for c in costs) or not all(0 <= float(s) <= 1 for s in shares):
-            return Knowledge()
         return Knowledge(
-            {int(w): float(s) for w, s in values["verify_seconds"].items()},
-            float(values["draft_seconds"]),
-            [float(a) for a in values["acceptance"]],
-            [float(a) for a in values["by_confidence"]],
-            [min(int(n), REMEMBERED) for n in values["seen"]],
-            [min(int(n), REMEMBERED) for n in values["seen_by_confidence"]],
+            {(int(rows), int(octave)): _costs(of) for rows, table in values["costs"].items() for octave, of in table.items()},
+            [_between(values["acceptance"][i], 0, 1) for i in range(LONGEST)],
+            [_between(values["by_confidence"][i], 0, 1) for i in range(BINS)],
+            [min(int(values["seen"][i]), REMEMBERED) for i in range(LONGEST)],
+            [min(int(values["seen_by_confidence"][i]), REMEMBERED) for i in range(BINS)],
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):
         return Knowledge()
+
+
+def _costs(values: dict) -> Costs:
+    seconds = {int(width): _between(s, 1e-9, 1e9) for width, s in values["verify_seconds"].items()}
+    return Costs({1: seconds[1], **seconds}, _between(values["draft_seconds"], 1e-9, 1e9), int(values["measured"]))
+
+
+def _between(value: float, low: float, high: float) -> float:
+    if not low <= float(value) <= high:
+        raise ValueError(f"{value} is not from {low} to {high}")
+    return float(value)
 
 
 def calibrate_with(engine: Engine) -> Callable[[Knowledge], None]:
@@ -67,16 +74,18 @@ def calibrate_with(engine: Engine) -> Callable[[Knowledge], None]:
 
     def calibrate(knowledge: Knowledge) -> None:
         with lock:
-            if not knowledge.verify_seconds:
-                measure(knowledge)
-
-    def measure(knowledge: Knowledge) -> None:
-        plain = {width: _seconds(engine, width, 0) for width in WIDTHS}
-        knowledge.draft_seconds = max((_seconds(engine, 1, DRAFTS) - plain[1]) / DRAFTS, 0.01 * plain[1])
-        knowledge.verify_seconds.update(plain)
-        save_knowledge(engine, knowledge)
+            if not knowledge.costs:
+                knowledge.costs[1, octave(0)] = measure(engine)
+                save_knowledge(engine, knowledge)
 
     return calibrate
+
+
+def measure(engine: Engine) -> Costs:
+    """The costs of one row at the start of a context."""
+    plain = {width: _seconds(engine, width, 0) for width in WIDTHS}
+    drafting = (_seconds(engine, 1, DRAFTS) - plain[1]) / DRAFTS
+    return Costs(plain, max(drafting, 0.01 * plain[1]), MEASURED)
 
 
 def save_knowledge(engine: Engine, knowledge: Knowledge) -> None:
@@ -88,7 +97,10 @@ def save_knowledge(engine: Engine, knowledge: Knowledge) -> None:
     temporary = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(asdict(knowledge)))
+        costs: dict = {}
+        for (rows, octave), of in knowledge.costs.copy().items():
+            costs.setdefault(rows, {})[octave] = asdict(of)
+        temporary.write_text(json.dumps(vars(knowledge) | {"costs": costs}))
         temporary.replace(file)
     except OSError:
         return

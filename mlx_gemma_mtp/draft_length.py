@@ -1,4 +1,4 @@
-"""How many tokens to draft in the next round, and how many of the drafts in hand to verify. Knows counts and seconds only."""
+"""How many tokens to draft in the next round, and how many of the drafts in hand to verify."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -6,9 +6,9 @@ from typing import Protocol
 
 from .cache import MAX_DRAFT_LENGTH
 from .errors import OptionError
+from .knowledge import Knowledge
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)  # few, since every length is a graph to trace
-BINS, TRUSTED = 8, 10
 
 
 class Controller(Protocol):
@@ -20,10 +20,11 @@ class Controller(Protocol):
     def verify(self, drafts: int, confidence: list[list[float]]) -> int:
         """How many of the drafts in hand are worth verifying. confidence: K per row; none unless wanted, or when it ended."""
 
-    def observe(self, drafted: int, drafts: int, accepted: list[int | None], seconds: float | None) -> None:
+    def observe(self, drafted: int, drafts: int, accepted: list[int | None], seconds: float | None, context: int) -> None:
         """Told after every round: draft tokens verified, new ones made, how many each row accepted, what it took.
 
-        accepted is None for a row that had ended.  seconds is None when it could not be measured.
+        accepted: None for a row that had ended.  seconds: None when it could not be measured.  context: tokens that the
+        longest row holds.
         """
 
     def gain(self) -> float | None:
@@ -58,7 +59,7 @@ class Fixed:
     def verify(self, drafts: int, confidence: list[list[float]]) -> int:
         return drafts
 
-    def observe(self, drafted: int, drafts: int, accepted: list[int], seconds: float | None) -> None:
+    def observe(self, drafted: int, drafts: int, accepted: list[int | None], seconds: float | None, context: int) -> None:
         pass
 
 
@@ -91,78 +92,10 @@ class _HeuristicController:
     def verify(self, drafts: int, confidence: list[list[float]]) -> int:
         return drafts
 
-    def observe(self, drafted: int, drafts: int, accepted: list[int], seconds: float | None) -> None:
+    def observe(self, drafted: int, drafts: int, accepted: list[int | None], seconds: float | None, context: int) -> None:
         if drafted:
             change = 2 if all(n in (drafted, None) for n in accepted) else -1
             self.draft_length = min(max(self.draft_length + change, 1), MAX_DRAFT_LENGTH)
-
-
-@dataclass
-class Knowledge:
-    """What was learned of a pair on this machine: kept between generations.
-
-    verify_seconds: of a pass by width T.  draft_seconds: of one draft step.
-    acceptance: by position, given that the earlier drafts were accepted.
-    by_confidence: acceptance of drafts by the drafter's largest probability, in BINS bins.
-    seen, seen_by_confidence: how many outcomes each of these rests on.
-    """
-
-    verify_seconds: dict[int, float] = field(default_factory=dict)
-    draft_seconds: float = 0.0
-    acceptance: list[float] = field(default_factory=lambda: [0.7] * max(LENGTHS))
-    by_confidence: list[float] = field(default_factory=lambda: [(i + 0.5) / BINS for i in range(BINS)])
-    seen: list[int] = field(default_factory=lambda: [0] * max(LENGTHS))
-    seen_by_confidence: list[int] = field(default_factory=lambda: [0] * BINS)
-
-    def cost(self, width: int, drafts: int) -> float:
-        """Seconds of a round that verifies `width` tokens and makes `drafts` new drafts."""
-        known = sorted(self.verify_seconds)
-        above = min((w for w in known if w >= width), default=known[-1])
-        below = max((w for w in known if w <= width), default=known[0])
-        seconds = self.verify_seconds[below]
-        if above > below:
-            seconds += (self.verify_seconds[above] - seconds) * (width - below) / (above - below)
-        return seconds + drafts * self.draft_seconds
-
-    def learn_cost(self, width: int, drafts: int, seconds: float, weight: float = 0.1) -> None:
-        """Moves the estimate towards a measured round, by at most half of it: other programs use the machine too."""
-        expected = self.cost(width, drafts)
-        error = min(max(seconds - expected, -0.5 * expected), 0.5 * expected)
-        if width not in self.verify_seconds:
-            self.verify_seconds[width] = self.cost(width, 0)
-        share = drafts * self.draft_seconds / expected
-        change = weight * error / expected
-        self.draft_seconds *= 1 + change * share
-        # A longer context or a hot device makes every width dearer, not only the one that was played.
-        for other in self.verify_seconds:
-            self.verify_seconds[other] *= 1 + change * (1 + share) * (1 if other == width else 0.5)
-
-    def learn_outcome(self, position: int, accepted: bool, confidence: float | None, weight: float) -> None:
-        """One verified draft. weight: of the newest outcome once many are known."""
-        position = min(position, len(self.acceptance) - 1)
-        _learn(self.acceptance, self.seen, position, accepted, weight)
-        if confidence is not None:
-            _learn(self.by_confidence, self.seen_by_confidence, _bin(confidence), accepted, weight)
-
-    def chance(self, position: int, confidence: float) -> float:
-        """Probability that a draft is accepted, given that those before it are: a drafter's confidence must earn trust."""
-        index = _bin(confidence)
-        return self.by_confidence[index] if self.seen_by_confidence[index] >= TRUSTED else self.acceptance[position]
-
-    def expected_tokens(self, length: int) -> float:
-        """Tokens a round of draft length `length` yields."""
-        total, product = 1.0, 1.0
-        for probability in self.acceptance[:length]:
-            product *= probability
-            total += product
-        return total
-
-    def rate(self, length: int) -> float:
-        """Tokens per second at a draft length."""
-        return self.expected_tokens(length) / self.cost(length + 1, length)
-
-    def best_length(self, lengths=LENGTHS) -> int:
-        return max(lengths, key=self.rate)
 
 
 @dataclass(frozen=True)
@@ -177,7 +110,7 @@ class Auto:
     calibrate: Callable[[Knowledge], None] | None = None
 
     def begin(self) -> Controller:
-        if self.calibrate is not None and not self.knowledge.verify_seconds:
+        if self.calibrate is not None and not self.knowledge.costs:
             self.calibrate(self.knowledge)
         return AutoController(self.knowledge)
 
@@ -191,13 +124,13 @@ class AutoController:
     """
 
     wants_confidence = True
-    FIRST_PROBE, LAST_PROBE, PROBE_ROUNDS = 16, 256, 3
+    FIRST_PROBE, LAST_PROBE, PROBE_ROUNDS = 16, 256, 2
     EXPLORE = 48  # rounds between two looks at a neighbouring length
     LOOK = 20  # rounds between two that verify everything: what is never verified is never learned
 
     def __init__(self, knowledge: Knowledge):
-        self.knowledge = knowledge
-        self.draft_length = knowledge.best_length()
+        self.knowledge, self.costs = knowledge, knowledge.costs_at(1, 0)
+        self.draft_length = self._best_length()
         self._confidence: list[list[float]] = []
         self._until_probe = self._interval = self.FIRST_PROBE
         self._probing = 0
@@ -208,62 +141,67 @@ class AutoController:
         return self._plain_seconds / self._seconds if self._seconds else None
 
     def verify(self, drafts: int, confidence: list[list[float]]) -> int:
-        know = self.knowledge
         self._confidence = confidence
         if drafts == 0 or self._probing or self._rounds % self.LOOK == 0:
             return drafts
-        rate = know.rate(know.best_length())
+        rate = self._rate(self._best_length())
         widest = 0
         for row in confidence:
             product, count = 1.0, 0
             for position, sure in enumerate(row):
-                product *= know.chance(position, sure)
+                product *= self.knowledge.chance(position, sure)
                 if product < rate * self._slope(count, drafts):
                     break
                 count += 1
             widest = max(widest, count)
         return next(length for length in (*LENGTHS, drafts) if widest <= length <= drafts)
 
-    def _slope(self, count: int, drafts: int) -> float:
-        """Seconds of verifying one draft more than `count`, where the cost is a step: the cheapest way up, per draft."""
-        base = self.knowledge.cost(count + 1, 0)
-        return min((self.knowledge.cost(more + 1, 0) - base) / (more - count) for more in range(count + 1, drafts + 1))
-
-    def observe(self, drafted: int, drafts: int, accepted: list[int], seconds: float | None) -> None:
-        know = self.knowledge
+    def observe(self, drafted: int, drafts: int, accepted: list[int | None], seconds: float | None, context: int) -> None:
+        self.costs = self.knowledge.costs_at(len(accepted), context)
         self._rounds += 1
         if seconds is not None:
-            know.learn_cost(drafted + 1, drafts, seconds)
+            self.costs.learn(drafted + 1, drafts, seconds)
         running = [n for n in accepted if n is not None]
-        self._seconds += know.cost(drafted + 1, drafts) * len(running)
-        self._plain_seconds += know.cost(1, 0) * sum(n + 1 for n in running)
-        weight = 0.25 if self._probing else 0.02  # a probe's few outcomes must be able to overturn what is stale
+        self._seconds += self.costs.cost(drafted + 1, drafts) * len(running)
+        self._plain_seconds += self.costs.cost(1, 0) * sum(n + 1 for n in running)
+        self._learn_outcomes(drafted, accepted)
+        self.draft_length = self._choose(drafted)
+
+    def _learn_outcomes(self, drafted: int, accepted: list[int | None]) -> None:
+        know = self.knowledge
+        before = know.acceptance[drafted - 1]
         for row, count in enumerate(accepted):
             if count is None:
                 continue
             sure = self._confidence[row] if row < len(self._confidence) else []
             for position in range(min(drafted, count + 1)):
                 confidence = sure[position] if position < len(sure) else None
-                know.learn_outcome(position, position < count, confidence, weight)
+                know.learn_outcome(position, position < count, confidence)
             if count == drafted < len(sure):  # the first draft that was not worth verifying: what is known of its like
-                _learn(know.acceptance, know.seen, drafted, know.chance(drafted, sure[drafted]), weight)
-        self.draft_length = self._choose()
+                know.learn_outcome(drafted, know.chance(drafted, sure[drafted]), None)
+        if drafted:  # a text that becomes easier becomes so for the positions that were not verified, too
+            know.shift(drafted, know.acceptance[drafted - 1] - before)
 
-    def _choose(self) -> int:
-        best = self.knowledge.best_length()
+    def _choose(self, drafted: int) -> int:
+        """The next draft length. drafted: draft tokens that this round verified."""
+        best = self._best_length()
         if best == 0 and self.draft_length:  # once at 0 little is learned: go there on more than noise
-            other = self.knowledge.best_length(LENGTHS[1:])
-            best = other if self.knowledge.rate(other) > 0.97 * self.knowledge.rate(0) else 0
+            other = self._best_length(LENGTHS[1:])
+            best = other if self._rate(other) > 0.97 * self._rate(0) else 0
         if self._probing:
-            self._probing -= 1
+            self._probing -= drafted > 0
             if not self._probing:  # did it pay?
-                self._interval = self.FIRST_PROBE if best else min(2 * self._interval, self.LAST_PROBE)
+                self._interval = (
+                    max(self._interval // 2, self.FIRST_PROBE) if best else min(2 * self._interval, self.LAST_PROBE)
+                )
                 self._until_probe = self._interval
+                return best
             return best or self._probe_length()
         if best == 0:
             self._until_probe -= 1
             if self._until_probe <= 0:
                 self._probing = self.PROBE_ROUNDS
+                self.knowledge.doubt()
                 return self._probe_length()
             return 0
         if self._rounds % self.EXPLORE == 0:  # keeps the neighbours' costs and the next position's acceptance fresh
@@ -273,16 +211,19 @@ class AutoController:
         return best
 
     def _probe_length(self) -> int:
-        return self.knowledge.best_length(LENGTHS[1:3])
+        return self._best_length(LENGTHS[1:3])
 
+    def _best_length(self, lengths=LENGTHS) -> int:
+        return max(lengths, key=self._rate)
 
-def _bin(confidence: float) -> int:
-    return min(int(confidence * BINS), BINS - 1) if 0 <= confidence <= 1 else 0
+    def _rate(self, length: int) -> float:
+        """Tokens per second at a draft length."""
+        return self.knowledge.expected_tokens(length) / self.costs.cost(length + 1, length)
 
-
-def _learn(values: list[float], seen: list[int], index: int, outcome: float, weight: float) -> None:
-    values[index] += max(weight, 1 / (seen[index] + 2)) * (outcome - values[index])
-    seen[index] += 1
+    def _slope(self, count: int, drafts: int) -> float:
+        """Seconds of verifying one draft more than `count`, where the cost is a step: the cheapest way up, per draft."""
+        base = self.costs.cost(count + 1, 0)
+        return min((self.costs.cost(more + 1, 0) - base) / (more - count) for more in range(count + 1, drafts + 1))
 
 
 Policy = Fixed | Heuristic | Auto

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from copy import deepcopy
-from dataclasses import replace
 
 import mlx.core as mx
 from tqdm import tqdm
@@ -167,8 +165,6 @@ class Pair:
                 failed.error = error
                 results[index] = failed.completion()
         policy = self._policy(draft_length)
-        if isinstance(policy, Auto) and policy is self.auto:  # what many rows cost says nothing of one
-            policy = replace(policy, knowledge=deepcopy(policy.knowledge))
         sampler = Sampler.of([resolved[i] for i in transcripts], self.target.args.vocab_size, self.tokenizer.suppressed)
         requests = [
             Request(transcript, at, tuple(Guard(f) for f in processors[i]))

@@ -125,6 +125,7 @@ class Engine:
 
     def __init__(self, target: Target, drafter: Drafter | None):
         self.target, self.drafter = target, drafter
+        self.traces = 0  # graphs made so far: a round that made one says nothing of what rounds cost
         self._compiled: dict[tuple, Callable] = {}
 
     def _get(self, make: Callable[[], Callable], *key) -> Callable:
@@ -132,7 +133,13 @@ class Engine:
         if key not in self._compiled:
             while len(self._compiled) >= MOST_GRAPHS:
                 self._compiled.pop(next(iter(self._compiled)), None)
-            self._compiled[key] = mx.compile(make())
+            function = make()
+
+            def traced(*inputs):
+                self.traces += 1
+                return function(*inputs)
+
+            self._compiled[key] = mx.compile(traced)
         return self._compiled[key]
 
     def _verify(self, windows: tuple, read: int, sampler: Sampler, texts: list[list[int]] | None = None) -> Callable:
@@ -302,9 +309,7 @@ def select(state: State, rows: list[int]) -> State:
     return State(picked, mx.take(state.block, index, axis=0), mx.take(state.confidence, index, axis=0))
 
 
-def decode(
-    engine: Engine, state: State, rows: list[Row], controller: Controller, sampler: Sampler = GREEDY
-) -> Iterator[Round]:
+def decode(engine: Engine, state: State, rows: list[Row], controller: Controller, sampler: Sampler = GREEDY) -> Iterator[Round]:
     """Runs rounds until every row is finished; yields after each one, the next already running.
 
     Changes `state` and `rows`. When it ends or is closed, the state holds exactly the rows' tokens, the last one
@@ -316,7 +321,7 @@ def decode(
     if sampler.method.penalty_context:
         state.carried = {"history": mx.array([row.history(sampler.method.penalty_context) for row in rows], mx.int32)}
 
-    last_read = 0.0
+    last_read = away = 0.0
 
     def dispatch(width: int) -> None:
         nonlocal active, was_active
@@ -331,10 +336,10 @@ def decode(
         state.block = state.block[:, :width]
         drafts = controller.draft_length if engine.drafter is not None else 0
         texts = [row.prompt + row.tokens for row in rows] if sampler.processors else None
+        traces, start = engine.traces, time.perf_counter()
         done = engine.run_round(state, active, bucket(needed), drafts, sampler, texts)
-        start = time.perf_counter()
         mx.async_eval(done, state.block, state.confidence, state.carried, *state.cache.arrays)
-        flight.append((done, state.confidence, drafts, start, time.perf_counter()))
+        flight.append((done, state.confidence, drafts, traces, start))
 
     def can_run_ahead() -> bool:
         """Whether the next round may start before the last is read: plain decoding, and every row wants its token."""
@@ -346,20 +351,23 @@ def decode(
         while flight:
             if can_run_ahead():
                 dispatch(1)
-            done, confidence, drafts, start, dispatched = flight.popleft()
+            done, confidence, drafts, traces, start = flight.popleft()
             start, asked = max(start, last_read), time.perf_counter()
             round_, confidence = _read(rows, done, confidence if controller.wants_confidence else None)
             last_read = time.perf_counter()
             # When the consumer was away for long and the read did not have to wait, the round's time is unknown.
-            seconds, away = last_read - start, asked - max(dispatched, start)
-            if away > 0.2 * seconds and last_read - asked < 0.1 * seconds:
+            seconds = last_read - start
+            if engine.traces != traces or (away > 0.2 * seconds and last_read - asked < 0.1 * seconds):
                 seconds = None
-            controller.observe(round_.drafted, drafts, round_.accepted, seconds)
+            context = max(row.committed for row in rows)
+            controller.observe(round_.drafted, drafts, round_.accepted, seconds, context)
             if all(row.finish_reason for row in rows):
                 flight.clear()  # a round ahead of the last
             elif not flight:
                 dispatch(1 + controller.verify(state.width - 1, confidence))
+            yielded = time.perf_counter()
             yield round_
+            away = time.perf_counter() - yielded
     finally:
         state.cache.length = mx.array([row.committed for row in rows], mx.int32)
         # Made of host numbers, not of operations: what is left lazy here could not be evaluated by another thread.

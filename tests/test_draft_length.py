@@ -6,7 +6,8 @@ import pytest
 
 from bench.simulate import CURVES, World, regret
 from mlx_gemma_mtp import Heuristic, OptionError
-from mlx_gemma_mtp.draft_length import Auto, AutoController, Fixed, Knowledge, as_policy
+from mlx_gemma_mtp.draft_length import Auto, AutoController, Fixed, as_policy
+from mlx_gemma_mtp.knowledge import Costs, Knowledge, octave
 
 
 @pytest.mark.parametrize("informative", [False, True])
@@ -29,7 +30,7 @@ def test_it_follows_a_text_that_changes_midway(curve, acceptances):
 
 
 def test_curves_and_acceptances_drawn_at_random():
-    """So that nothing is tuned to the list: half of the draws well under the bound, nine of ten under it."""
+    """So that nothing is tuned to the list, with a text that changes: all under the bound, half of them well under it."""
     draw, regrets = random.Random(3), []
     for seed in range(60):
         steps = [1.0]
@@ -41,7 +42,7 @@ def test_curves_and_acceptances_drawn_at_random():
         world.acceptance = draw.uniform(0.05, 0.95)
         regrets.append(regret(world, controller, 200, 3000))
     regrets.sort()
-    assert regrets[30] < 0.02 and regrets[54] < 0.05, regrets[50:]
+    assert regrets[30] < 0.01 and regrets[-1] < 0.05, regrets[50:]
 
 
 def test_a_drafter_that_is_never_right_costs_next_to_nothing():
@@ -57,21 +58,21 @@ def test_a_drafter_that_is_never_right_costs_next_to_nothing():
 
 
 def test_outliers_do_not_derail_the_costs():
-    know = Knowledge({1: 1.0, 3: 1.2, 5: 1.6, 9: 3.0}, 0.05)
+    know = Costs({1: 1.0, 3: 1.2, 5: 1.6, 9: 3.0}, 0.05, 99)
     for _ in range(3):
-        know.learn_cost(5, 4, 500.0)
+        know.learn(5, 4, 500.0)
     assert know.cost(5, 4) < 1.3 * 1.8
     for _ in range(60):
-        know.learn_cost(5, 4, 1.8)
+        know.learn(5, 4, 1.8)
     assert know.cost(5, 4) == pytest.approx(1.8, rel=0.05)
 
 
 def test_a_cut_depends_on_no_later_confidence():
-    know = Knowledge({1: 1.0, 3: 1.4, 5: 2.2, 9: 4.0}, 0.05, seen_by_confidence=[99] * 8)
+    know = Knowledge({(1, octave(0)): Costs({1: 1.0, 3: 1.4, 5: 2.2, 9: 4.0}, 0.05)}, seen_by_confidence=[99] * 8)
 
     def verified(*confidence):
         controller = AutoController(know)
-        controller.observe(0, 4, [0], None)
+        controller.observe(0, 4, [0], None, 0)
         return controller.verify(4, [list(confidence)])
 
     base = verified(0.9, 0.1, 0.9, 0.9)
@@ -84,11 +85,11 @@ def test_the_heuristic_grows_on_full_acceptance_and_shrinks_otherwise():
     controller = Heuristic(4).begin()
     seen = []
     for drafted, accepted in ((4, 4), (6, 2), (5, 0), (4, 4)):
-        controller.observe(drafted, 4, [accepted], None)
+        controller.observe(drafted, 4, [accepted], None, 0)
         seen.append(controller.draft_length)
     assert seen == [6, 5, 4, 6]
     for _ in range(30):
-        controller.observe(1, 1, [0], None)
+        controller.observe(1, 1, [0], None, 0)
     assert controller.draft_length == 1
 
 
@@ -100,3 +101,26 @@ def test_what_a_user_may_ask_for():
     for wrong in (-1, 17, "fast", 1.5, True):
         with pytest.raises(OptionError):
             as_policy(wrong, 6, auto)
+
+
+def test_costs_of_other_contexts_and_batches_are_kept_apart():
+    know = Knowledge({(1, octave(0)): Costs({1: 1.0, 5: 2.0}, 0.05, 99)})
+    short, long, batch = know.costs_at(1, 500), know.costs_at(1, 20000), know.costs_at(8, 500)
+    assert long.cost(5, 4) == batch.cost(5, 4) == short.cost(5, 4)  # the nearest known, until it is measured
+    for _ in range(30):
+        long.learn(5, 4, 4.4)
+    assert long.cost(5, 4) == pytest.approx(4.4, rel=0.05) and long.cost(1, 0) > 1.3
+    assert short is know.costs_at(1, 1000) and short.cost(5, 4) == pytest.approx(2.2)
+    assert know.costs_at(1, 50000).cost(5, 4) == long.cost(5, 4)
+
+
+def test_the_controller_uses_the_costs_of_its_context():
+    """At 30,000 tokens verifying five is dear on this machine, at 100 tokens it is free."""
+    know = Knowledge(
+        {(1, octave(0)): Costs({1: 1.0, 9: 1.0}, 0.01, 99), (1, octave(30000)): Costs({1: 1.0, 9: 30.0}, 0.01, 99)}
+    )
+    controller = AutoController(know)
+    controller.observe(0, 0, [0], None, 100)
+    assert controller.draft_length == 8
+    controller.observe(0, 0, [0], None, 30000)
+    assert controller.draft_length == 0

@@ -11,7 +11,7 @@ from scripted import SCRIPTS, ScriptedEngine
 import mlx_gemma_mtp
 from mlx_gemma_mtp import Auto, Fixed, speculative
 from mlx_gemma_mtp.cache import bucket
-from mlx_gemma_mtp.draft_length import Knowledge
+from mlx_gemma_mtp.knowledge import Costs, Knowledge, octave
 from mlx_gemma_mtp.speculative import Row, State, decode, prefill
 
 LONG = 12_288
@@ -124,7 +124,10 @@ class Count:
         return counted
 
 
-@pytest.mark.parametrize(("policy", "reads"), [(Fixed(0), 1), (Fixed(4), 1), (Auto(Knowledge({1: 1.0, 9: 1.1}, 0.01)), 2)])
+AUTO = Auto(Knowledge({(1, octave(0)): Costs({1: 1.0, 9: 1.1}, 0.01)}))
+
+
+@pytest.mark.parametrize(("policy", "reads"), [(Fixed(0), 1), (Fixed(4), 1), (AUTO, 2)])
 def test_a_round_is_one_evaluation_and_reads_its_report_once(load_pair, policy, reads, monkeypatch):
     """The automatic draft length reads the confidences too, at the same sync."""
     pair = load_pair("e2b")

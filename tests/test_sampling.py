@@ -11,7 +11,7 @@ from scripted import SCRIPTS, ScriptedEngine, run_rows
 
 from mlx_gemma_mtp import Auto, Fixed, OptionError, Sampling, sampling
 from mlx_gemma_mtp.cache import Cache
-from mlx_gemma_mtp.draft_length import Knowledge
+from mlx_gemma_mtp.knowledge import Costs, Knowledge, octave
 from mlx_gemma_mtp.sampling import Method, Sampler, method_of
 from mlx_gemma_mtp.speculative import Engine
 
@@ -161,7 +161,7 @@ def test_a_cut_on_confidence_does_not_bias(policy, drafter):
             widths.add(state.width)
             return super().run_round(state, *rest)
 
-    know = Knowledge({1: 1.0, 3: 1.5, 5: 2.4, 9: 4.0}, 0.02)
+    know = Knowledge({(1, octave(0)): Costs({1: 1.0, 3: 1.5, 5: 2.4, 9: 4.0}, 0.02)})
     chosen = CutOnConfidence() if policy == "cut" else Auto(know)
     sequences = []
     for batch in range(200):
