@@ -179,7 +179,8 @@ def training_math():
     exact ones by about 1e-5, which a comparison of greedy tokens could notice.
     """
     on_cpu = mx.default_device() == mx.Device(mx.cpu, 0)
-    changes = {"scaled_dot_product_attention": fast_attention if on_cpu else exact_attention}
+    attention = fast_attention if on_cpu else exact_attention
+    changes = {"scaled_dot_product_attention": attention, "attend": attention}
     if on_cpu:
         changes |= {"geglu": fast_geglu, "logit_softcap": fast_softcap}
     saved = [(module, name, vars(module)[name]) for module in PATCHED for name in changes if name in vars(module)]

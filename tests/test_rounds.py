@@ -2,12 +2,14 @@
 
 import itertools
 
+import mlx.core as mx
 import pytest
 from pairs import FAMILIES, WINDOW
 from scripted import SCRIPTS, ScriptedEngine, run_rows
 
 from mlx_gemma_mtp import Fixed
 from mlx_gemma_mtp.cache import MAX_DRAFT_LENGTH, SLACK
+from mlx_gemma_mtp.joined import attend
 from mlx_gemma_mtp.speculative import Row, State, decode, prefill
 
 
@@ -48,8 +50,6 @@ def test_rejected_tokens_leave_no_trace_around_the_end_of_the_ring(load_pair, of
     engine = ScriptedEngine(pair.target, pair.drafter, [prompt + plain], SCRIPTS["uneven"])
     [row] = run_rows(engine, [prompt], [60], Fixed(MAX_DRAFT_LENGTH))
     assert row.tokens == plain
-
-
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 4, 7])
@@ -141,3 +141,14 @@ def test_no_row_ever_writes_beyond_its_buffers(load_pair, monkeypatch):
     rows = run_rows(engine, [prompt] * 3, [700, 3, 250], Fixed(MAX_DRAFT_LENGTH))
     assert [row.tokens for row in rows] == [plain, plain[:3], plain[:250]]
     assert len(set(seen)) > 1, "the test must cross a growth of the cache"
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 1, 16), (8, 2, 32), (4, 4, 16), (8, 1, 512)])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_attention_with_the_heads_of_a_group_in_one_product_is_attention(heads, groups, size, tokens):
+    keys = mx.random.split(mx.random.key(3), 4)
+    queries = mx.random.normal((2, heads, tokens, size), key=keys[0])
+    lent = [mx.random.normal((2, groups, 70, size), key=key)[:, :, :61] for key in keys[1:3]]
+    mask = (mx.random.uniform(shape=(2, 1, tokens, 61), key=keys[3]) > 0.5) | (mx.arange(61) == 7)
+    expected = mx.fast.scaled_dot_product_attention(queries, *lent, scale=1.0, mask=mask)
+    assert mx.allclose(attend(queries, *lent, mask), expected, rtol=1e-5, atol=1e-5)
