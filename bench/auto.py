@@ -1,10 +1,10 @@
-"""Is the automatic draft length ever slower, and what does sampling cost? Interleaved pairs, bootstrap intervals.
+"""Is the automatic draft length ever slower, and what does sampling cost? Runs in turn, bootstrap intervals.
 
     python -m bench.auto [--pair DIR] [--pairs 20]
 
 * a drafter of random weights, which accepts nothing: automatic against plain
 * a drafter that is always right: automatic against the best fixed length
-* the pair itself on code, prose and repetition: automatic against the best fixed length
+* the pair itself on code, prose and repetition: automatic against the best of all fixed lengths, all run in every pair
 * a sampled round (temperature 1, top-k 64, top-p 0.95) against a greedy one, K = 4
 
 Ratios are of tokens per second (of milliseconds per round for sampling). The last line is JSON.
@@ -12,6 +12,7 @@ Ratios are of tokens per second (of milliseconds per round for sampling). The la
 
 import argparse
 import json
+import statistics
 import tempfile
 from pathlib import Path
 
@@ -19,11 +20,13 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 import mlx_gemma_mtp
-from bench.__main__ import check_blas, interval
+from bench.decode import interval
 from bench.engines import GREEDY
 from bench.inflate import inflate
+from bench.machine import check_blas
 from bench.prompts import prompts_of
 from mlx_gemma_mtp import Sampling
+from mlx_gemma_mtp.calibration import calibrate_with
 from mlx_gemma_mtp.hub import DEMO
 from mlx_gemma_mtp.pair import Pair
 
@@ -36,17 +39,19 @@ def rate(pair: Pair, prompt, tokens, draft_length) -> float:
     return pair.generate(prompt, **options).stats.generation_tokens_per_second
 
 
-def compare(name, pairs, prompts, run, other) -> dict:
-    """Median ratio of two functions of a prompt, run in turn, and its interval."""
-    ratios = []
+def compare(name: str, pairs: int, prompts: list, runs: dict) -> dict:
+    """Rates of functions of a prompt, run in turn; the first of them over the best of the others by median, pair by pair."""
+    (first, *others), rates = runs, {key: [] for key in runs}
     for index in range(-1, pairs):  # the first warms up
-        prompt = prompts[index % len(prompts)]
-        a, b = (run(prompt), other(prompt)) if index % 2 else (other(prompt), run(prompt))[::-1]
-        if index >= 0:
-            ratios.append(a / b)
-    median, low, high = interval(ratios)
-    print(f"{name:<46} {median:.3f} [{low:.3f}, {high:.3f}]", flush=True)
-    return {"name": name, "median": median, "interval": [low, high], "pairs": pairs}
+        order = list(runs) if index % 2 else list(runs)[::-1]
+        for key in order:
+            rate_ = runs[key](prompts[index % len(prompts)])
+            if index >= 0:
+                rates[key].append(rate_)
+    best = max(others, key=lambda key: statistics.median(rates[key]))
+    median, low, high = interval([a / b for a, b in zip(rates[first], rates[best])])
+    print(f"{f'{name}: {first} / {best}':<46} {median:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+    return {"name": name, "over": best, "median": median, "interval": [low, high], "pairs": pairs, "rates": rates}
 
 
 def with_random_drafter(pair: Pair) -> Pair:
@@ -81,48 +86,46 @@ class Oracle(mlx_gemma_mtp.speculative.Engine):
         return super().run_round(state, active, read, drafts, sampler, texts)
 
 
+def always_right(pair: Pair, prompt: list[int], tokens: int) -> Pair:
+    """The same pair with a drafter that knows what follows this prompt."""
+    oracle = Pair(pair.target, pair.drafter, pair.tokenizer, "oracle")
+    oracle.engine = Oracle(pair.target, pair.drafter)
+    plain = pair.generate(prompt, max_tokens=tokens, draft_length=0, sampling=GREEDY, ignore_eos=True, reuse=False).tokens
+    oracle.engine.right = mx.array([(prompt + plain + [0] * 8192)[:8192]], mx.int32)
+    oracle.auto = mlx_gemma_mtp.Auto(calibrate=calibrate_with(oracle.engine))
+    return oracle
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pair", type=Path, help="directory with target/ and drafter/ (default: the demo pair, inflated)")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[0, 1, 2, 3, 4, 6, 8])
     options = parser.parse_args()
     check_blas()
     with tempfile.TemporaryDirectory() as work:
         if options.pair is None:
-            inflate(DEMO, Path(work))
+            inflate(DEMO, Path(work), 1024, 2048, 20480)
         pair = mlx_gemma_mtp.load(options.pair or work)
     count, tokens, lines = options.pairs, options.tokens, []
     prompts = {kind: prompts_of(kind, pair.tokenizer, 4) for kind in ("code", "prose", "repetition")}
     code = prompts["code"]
 
-    scrambled = with_random_drafter(pair)
-    run = lambda k, p=scrambled: lambda prompt: rate(p, prompt, tokens, k)
-    lines.append(compare("random drafter: auto / plain", count, code, run("auto"), run(0)))
+    def runs_of(a_pair: Pair, lengths: list) -> dict:
+        return {f"K={k}" if k != "auto" else k: (lambda prompt, k=k: rate(a_pair, prompt, tokens, k)) for k in lengths}
 
-    oracle = Pair(pair.target, pair.drafter, pair.tokenizer, "oracle")
-    oracle.engine = Oracle(pair.target, pair.drafter)
-    plain = pair.generate(code[0], max_tokens=tokens, draft_length=0, sampling=GREEDY, ignore_eos=True, reuse=False).tokens
-    oracle.engine.right = mx.array([(code[0] + plain + [0] * 8192)[:8192]], mx.int32)
-    oracle.auto = mlx_gemma_mtp.Auto(calibrate=oracle.auto.calibrate)
-    run = lambda k: lambda prompt: rate(oracle, prompt, tokens, k)
-    best = max(options.lengths, key=lambda k: (run(k)(code[0]), run(k)(code[0]))[1])
-    lines.append(compare(f"always right: auto / best fixed (K={best})", count, code[:1], run("auto"), run(best)))
-
+    lines.append(compare("random drafter", count, code, runs_of(with_random_drafter(pair), ["auto", 0])))
+    lines.append(compare("always right", count, code[:1], runs_of(always_right(pair, code[0], tokens), ["auto", 4, 6, 8])))
     for kind, texts in prompts.items():
-        run = lambda k: lambda prompt: rate(pair, prompt, tokens, k)
-        speed = {k: sum(run(k)(p) for p in (texts[0], *texts[:2])[1:]) for k in (0, *options.lengths)}
-        best = max(speed, key=speed.get)
-        lines.append(compare(f"{kind}: auto / best fixed (K={best})", count, texts, run("auto"), run(best)))
+        lines.append(compare(kind, count, texts, runs_of(pair, ["auto", *options.lengths])))
 
-    def round_ms(prompt, sampling):
-        stats = pair.generate(prompt, max_tokens=64, draft_length=4, sampling=sampling, ignore_eos=True, reuse=False).stats
-        return stats.decode_seconds / stats.rounds
+    def round_ms(sampling):
+        settings = {"max_tokens": 64, "draft_length": 4, "sampling": sampling, "ignore_eos": True, "reuse": False}
+        stats = lambda prompt: pair.generate(prompt, **settings).stats
+        return lambda prompt: 1000 * (done := stats(prompt)).decode_seconds / done.rounds
 
-    lines.append(
-        compare("sampled round / greedy round", count, code, lambda p: round_ms(p, SAMPLED), lambda p: round_ms(p, GREEDY))
-    )
+    lines.append(compare("ms of a round", count, code, {"sampled": round_ms(SAMPLED), "greedy": round_ms(GREEDY)}))
     print(json.dumps(lines))
 
 

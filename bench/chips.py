@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from bench.roofline import share_read
-from convert.plan import facts, target_facts
-from convert.recipes import TARGET_RECIPES, choose_target_recipe
-from convert.target import inner_config, map_target
+from mlx_gemma_mtp.convert.plan import facts, target_facts
+from mlx_gemma_mtp.convert.recipes import TARGET_RECIPES, choose_target_recipe
+from mlx_gemma_mtp.convert.target import inner_config, map_target
 
 HEADING = "projection from published bandwidths, not measured; an upper limit"
 NEWS, SUPPORT = "https://www.apple.com/newsroom/", "https://support.apple.com/en-us/"

@@ -1,4 +1,4 @@
-"""Round time and peak memory of a round against context length, ours and mlx-vlm's, and the time to the first token.
+"""Against context length: seconds to the first token, milliseconds of a round, memory. Ours, mlx-lm and mlx-vlm.
 
     python -m bench.context PAIR [--lengths 1024 4096 32768]
 
@@ -6,6 +6,7 @@ PAIR: a directory with target/ and drafter/. The prompt is random ids: content d
 """
 
 import argparse
+import copy
 import json
 import statistics
 import time
@@ -13,13 +14,17 @@ from pathlib import Path
 
 import mlx.core as mx
 
-import mlx_gemma_mtp
-from bench.__main__ import check_blas
-from bench.engines import GREEDY, MlxLm, MlxVlm, Ours
+from bench.engines import GREEDY, Loaded, Ours, load
+from bench.machine import check_blas
+from mlx_gemma_mtp.speculative import prefill
+from mlx_gemma_mtp.target import Target
+
+DRAFTS = 4
 
 
-def ours_rounds(engine: Ours, prompt: list[int], tokens: int) -> dict:
-    """Median seconds of a round, and memory a round needs beyond what is live before it."""
+def ours_at(engine: Ours, prompt: list[int], tokens: int) -> dict:
+    """Median of a round, and memory a round needs beyond what is live before it."""
+    mx.reset_peak_memory()
     stream = engine.pair.stream(
         prompt, max_tokens=tokens, draft_length=engine.draft_length, sampling=GREEDY, ignore_eos=True, reuse=False
     )
@@ -37,16 +42,65 @@ def ours_rounds(engine: Ours, prompt: list[int], tokens: int) -> dict:
     return {
         "first_token_seconds": first,
         "round_ms": 1000 * statistics.median(times),
+        "peak_bytes": prefill_peak,
         "round_bytes": mx.get_peak_memory() - live,
-        "prefill_peak_bytes": prefill_peak,
     }
 
 
-def peer_rounds(engine, prompt: list[int], tokens: int) -> dict:
+def peer_at(engine, prompt: list[int], tokens: int) -> dict:
+    """Mean of a round: a peer's rounds cannot be told apart from outside."""
     mx.reset_peak_memory()
     run = engine.run(prompt, tokens)
-    round_ms = 1000 * run.seconds / run.rounds
-    return {"first_token_seconds": run.first_seconds, "round_ms": round_ms, "peak_bytes": mx.get_peak_memory()}
+    return {
+        "first_token_seconds": run.first_seconds,
+        "round_ms": 1000 * run.seconds / run.rounds,
+        "peak_bytes": mx.get_peak_memory(),
+    }
+
+
+def every_layer_seconds(target: Target, prompt: list[int]) -> float:
+    """Seconds of our prefill if it evaluated all layers of every chunk, not only those that own keys and values."""
+    thorough = copy.copy(target)
+
+    def hidden(tokens, layers):
+        states = target.hidden(tokens, layers)
+        mx.eval(states)
+        return states
+
+    thorough.hidden = hidden
+    start = time.perf_counter()
+    prefill(thorough, prompt)
+    return time.perf_counter() - start
+
+
+def measure(loaded: Loaded, lengths: list[int], tokens: int) -> list[dict]:
+    """A line per engine and context length that the target allows; `tokens` are generated at each."""
+    lines, target = [], loaded.pair.target
+    engines = [*loaded.ours([DRAFTS]), *loaded.peers([DRAFTS])]
+    for length in lengths:
+        if length + tokens > target.args.max_position_embeddings:
+            print(f"{length} tokens are left out: the context holds {target.args.max_position_embeddings}")
+            continue
+        random = mx.random.randint(20, 1000, (length - 1,), key=mx.random.key(length)).tolist()
+        for engine in engines:
+            at = ours_at if isinstance(engine, Ours) else peer_at
+            if length <= 4096:
+                at(engine, [2, *random], 12)  # graphs and kernels; what they cost is lost in a longer prefill
+            lines.append({"engine": engine.name, "context": length, **at(engine, [2, *random], tokens)})
+            show(lines[-1])
+        seconds = every_layer_seconds(target, [2, *random])
+        lines.append({"engine": "ours, every layer", "context": length, "first_token_seconds": seconds})
+        show(lines[-1])
+    return lines
+
+
+def show(line: dict) -> None:
+    print(f"{line['context']:>6} tokens  {line['engine']:<18}{line['first_token_seconds']:>8.2f} s to the first token", end="")
+    if "round_ms" in line:
+        print(f"{line['round_ms']:>9.1f} ms a round, {line['peak_bytes'] / 1e9:.2f} GB at peak", end="")
+    if "round_bytes" in line:
+        print(f", a round {line['round_bytes'] / 1e6:.1f} MB beyond what is live", end="")
+    print(flush=True)
 
 
 def main():
@@ -56,20 +110,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=60)
     options = parser.parse_args()
     check_blas()
-    engines = [Ours(mlx_gemma_mtp.load(options.pair), 4, "ours K=4"), MlxLm(options.pair)]
-    try:
-        engines.append(MlxVlm(options.pair, 4))
-    except ImportError:
-        print("mlx-vlm is not installed: left out")
-    results = {engine.name: {} for engine in engines}
-    for length in options.lengths:
-        prompt = [2, *(int(i) for i in mx.random.randint(20, 1000, (length - 1,), key=mx.random.key(length)).tolist())]
-        for engine in engines:
-            measure = ours_rounds if isinstance(engine, Ours) else peer_rounds
-            measure(engine, prompt, 12)  # graphs and kernels
-            results[engine.name][length] = measure(engine, prompt, options.tokens)
-            print(engine.name, length, {k: round(v, 3) for k, v in results[engine.name][length].items()}, flush=True)
-    print(json.dumps(results))
+    print(json.dumps(measure(load(options.pair), options.lengths, options.tokens)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""Ours and its peers behind one call: tokens out, seconds spent decoding, rounds, time to the first token.
+"""Ours and its peers behind one call: tokens out, seconds spent decoding, rounds, time to the first token. All run greedily."""
 
-Peers are optional: one that is not installed is left out by name. All run greedily; the pairs of the bench are float32.
-"""
-
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ import mlx.core as mx
 import mlx_gemma_mtp
 from mlx_gemma_mtp import Sampling
 from mlx_gemma_mtp.config import load_target_config
+from mlx_gemma_mtp.hub import find
 
 GREEDY = Sampling(temperature=0)
 
@@ -50,10 +49,10 @@ class MlxLm:
 
     name = "mlx-lm plain"
 
-    def __init__(self, directory: Path):
+    def __init__(self, target: Path):
         from mlx_lm.utils import load_model
 
-        self.model, _ = load_model(directory / "target", model_config=load_target_config(directory / "target"))
+        self.model, _ = load_model(target, model_config=load_target_config(target))
         if mx.default_device() == mx.cpu:
             self.model.set_dtype(mx.float32)
             mx.eval(self.model.parameters())
@@ -69,17 +68,9 @@ class MlxLm:
 class MlxVlm:
     """mlx-vlm 0.7.10, plain (draft_length 0) or with its MTP rounds."""
 
-    def __init__(self, directory: Path, draft_length: int, shared: "MlxVlm | None" = None):
-        self.draft_length = draft_length
+    def __init__(self, target, drafter, draft_length: int):
+        self.target, self.drafter, self.draft_length = target, drafter, draft_length
         self.name = f"mlx-vlm MTP K={draft_length}" if draft_length else "mlx-vlm plain"
-        if shared is not None:
-            self.target, self.drafter = shared.target, shared.drafter
-            return
-        from mlx_vlm.speculative.drafters import load_drafter
-        from mlx_vlm.utils import load_model
-
-        self.target = load_model(directory / "target")
-        self.drafter, _ = load_drafter(str(directory / "drafter"))
 
     def run(self, prompt: list[int], count: int) -> Run:
         from mlx_vlm.generate.ar import generate_step
@@ -105,16 +96,46 @@ def timed(tokens, start: float) -> Run:
     return Run(out, first - start, end - first, len(out) - 1, [])
 
 
-def engines_of(directory: Path, lengths: list[int], peers: bool = True) -> list:
-    """Ours plain, at every fixed length and automatic; then the peers that are there."""
-    pair = mlx_gemma_mtp.load(directory)
-    found = [Ours(pair, 0, "ours plain"), *(Ours(pair, k, f"ours K={k}") for k in lengths), Ours(pair, "auto", "ours auto")]
+@dataclass
+class Loaded:
+    """Everything that is measured, each loaded once. mlx_vlm: its target and drafter; None as mlx_lm: left out."""
+
+    pair: mlx_gemma_mtp.Pair
+    mlx_lm: MlxLm | None = None
+    mlx_vlm: tuple | None = None
+
+    def ours(self, lengths: list) -> list[Ours]:
+        return [Ours(self.pair, k, f"ours K={k}" if k not in (0, "auto") else f"ours {k or 'plain'}") for k in lengths]
+
+    def peers(self, lengths: list[int]) -> list:
+        """mlx-lm's plain decoding, and mlx-vlm at these draft lengths (0: plain)."""
+        found = [] if self.mlx_lm is None else [self.mlx_lm]
+        return found + ([] if self.mlx_vlm is None else [MlxVlm(*self.mlx_vlm, k) for k in lengths])
+
+
+def load(target: str | Path, drafter: str | Path = "auto", peer_drafter: str | None = None, peers: bool = True) -> Loaded:
+    """Ours and the peers that are there; one that cannot be loaded is left out, and why is said.
+
+    target, drafter: as in `mlx_gemma_mtp.load`.  peer_drafter: mlx-vlm's, a directory or id in Hugging Face's form; None
+    for the same drafter.
+    """
+    directory, own_drafter = find(target, drafter)
+    loaded = Loaded(mlx_gemma_mtp.load(directory, own_drafter))
     if not peers:
-        return found
-    found.append(MlxLm(directory))
+        return loaded
     try:
-        plain = MlxVlm(directory, 0)
-        found += [plain, *(MlxVlm(directory, k, plain) for k in (1, 2, 3, 4))]
-    except ImportError:
-        print("mlx-vlm is not installed: left out (pip install mlx-vlm==0.7.10)")
-    return found
+        loaded.mlx_lm = MlxLm(directory)
+    except Exception as error:
+        print(f"mlx-lm is left out: {describe(error)}", file=sys.stderr)
+    try:
+        from mlx_vlm.speculative.drafters import load_drafter
+        from mlx_vlm.utils import load_model
+
+        loaded.mlx_vlm = load_model(directory), load_drafter(str(peer_drafter or own_drafter))[0]
+    except Exception as error:
+        print(f"mlx-vlm is left out: {describe(error)} (pip install mlx-vlm==0.7.10)", file=sys.stderr)
+    return loaded
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

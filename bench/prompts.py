@@ -10,6 +10,16 @@ from mlx_gemma_mtp.hub import DEMO
 from mlx_gemma_mtp.tokenizer import Tokenizer
 
 MODULES = 8
+QUESTIONS = (
+    "Why is the sky blue, and why is it red at dusk?",
+    "Write a Python function that merges two sorted lists, and explain how it works.",
+    "Plan a week of dinners for two people who do not eat meat.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does it take? Think step by step.",
+    "Translate into French and German: The library closes at six, but you may return books at any time.",
+    "What are the strongest arguments for and against daylight saving time?",
+    "Summarise the plot of Hamlet in five sentences.",
+    "List ten names for a small bakery, with a reason for each.",
+)
 
 
 def sources() -> list[str]:
@@ -21,7 +31,13 @@ def sources() -> list[str]:
 
 
 def prompts_of(kind: str, tokenizer: Tokenizer, count: int, length: int = 160) -> list[list[int]]:
-    """`count` prompts of about `length` tokens. kind: code, prose, repetition, or a number of tokens for long contexts."""
+    """`count` prompts, of about `length` tokens but for chat.
+
+    kind: code, prose, repetition, chat, or a number of tokens for a long context.
+    """
+    if kind == "chat":
+        messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        return [tokenizer.encode(messages[index % len(messages)]) for index in range(count)]
     texts = sources()
     if kind == "prose":
         texts = ["\n".join(docs) for docs in map(docstrings, texts)]

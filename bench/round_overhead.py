@@ -10,8 +10,7 @@ import json
 import statistics
 from pathlib import Path
 
-import mlx_gemma_mtp
-from bench.engines import MlxVlm, Ours
+from bench.engines import MlxVlm, load
 
 
 def main():
@@ -21,8 +20,8 @@ def main():
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--runs", type=int, default=8)
     options = parser.parse_args()
-    pair = mlx_gemma_mtp.load(options.pair)
-    engines = Ours(pair, options.drafts, "ours"), MlxVlm(options.pair, options.drafts)
+    loaded = load(options.pair)
+    engines = *loaded.ours([options.drafts]), MlxVlm(*loaded.mlx_vlm, options.drafts)
     prompt, times, same = list(range(3, 23)), ([], []), True
     for index in range(options.runs + 1):  # the first warms up
         runs = [engine.run(prompt, options.tokens) for engine in engines]

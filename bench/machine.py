@@ -1,0 +1,51 @@
+"""What was measured on: the machine in words, and whether its times mean anything."""
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_gemma_mtp.checkpoint import machine_bytes
+
+HOW = """    apt-get install libopenblas0-pthread
+    LD_PRELOAD=/usr/lib/$(uname -m)-linux-gnu/openblas-pthread/libblas.so.3 python -m bench"""
+
+
+def check_blas() -> None:
+    """Refuses to time MLX's slow reference BLAS, which makes several rows cost several times one."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and "openblas" not in maps.read_text():
+        sys.exit(f"error: times without a fast BLAS mean nothing; run it so:\n{HOW}")
+
+
+def machine() -> dict[str, str]:
+    """Chip, memory, system and versions."""
+    facts = {
+        "chip": mx.device_info().get("device_name") or processor(),
+        "memory": f"{machine_bytes() / 2**30:.0f} GB",
+        "system": f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.system(),
+        "runs on": str(mx.default_device()),
+        "Python": platform.python_version(),
+    }
+    for package in ("mlx", "mlx-lm", "mlx-vlm", "mlx-gemma-mtp"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            facts[package] = "not installed"
+    return facts
+
+
+def processor() -> str:
+    """The CPU's name (Linux), or its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} cores of {names[0]}" if names else platform.machine()
+
+
+def describe(facts: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
