@@ -8,6 +8,7 @@ Markers are told by their token ids, so a user's or model's text that merely loo
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from .tokenizer import Markers, Tokenizer
@@ -51,7 +52,8 @@ class TextStream:
         for count, token in enumerate(tokens, 1):
             if token in self._hidden:
                 continue
-            self._detokenizer.add_token(token)
+            with suppress(IndexError):  # an id beyond the tokenizer's, in a padded vocabulary, has no text
+                self._detokenizer.add_token(token)
             self._held += self._detokenizer.last_segment
             found = [at for at in (self._held.find(s) for s in self._stops) if at >= 0]
             if found:

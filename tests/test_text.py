@@ -115,6 +115,13 @@ def test_half_a_character_at_the_end_becomes_a_replacement_character(pair):
     assert "".join(pieces).startswith("a\ufffd")
 
 
+def test_an_id_that_the_tokenizer_does_not_know_has_no_text(pair):
+    """As a target with a padded vocabulary may emit."""
+    first, second = tokens_of(pair, "some EN"), tokens_of(pair, "D text")
+    pieces, _ = run(pair, [*first, 10**6, *second])
+    assert "".join(pieces) == "".join(run(pair, [*first, *second])[0])
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("stops", [("END",), ("xx", "END"), ("D!", "END"), ("🙂",)])
 def test_stop_strings_work_across_tokens_and_pieces(pair, stops, size):
