@@ -16,22 +16,20 @@ import tempfile
 from pathlib import Path
 
 from bench import batch, chips, context, decode
-from bench.engines import Loaded, load
+from bench.engines import PEERS, Loaded, load
 from bench.inflate import inflate
 from bench.machine import check_blas, describe, machine
 from bench.prompts import prompts_of
 from bench.roofline import bandwidth, bytes_per_pass
-from mlx_gemma_mtp.hub import DEMO, drafter_id
+from mlx_gemma_mtp.hub import DEMO
 
 PARTS = ("decode", "context", "batch")
-PLAIN, FASTEST = "ours plain", "ours auto"
+PLAIN, AUTO = "ours plain", "ours auto"
 
 
 def load_engines(options) -> Loaded:
     if options.model:
-        # A converted drafter has its tokens in another order: mlx-vlm takes the one it was made of.
-        peer_drafter = options.peer_drafter or drafter_id(options.model) or None
-        return load(options.model, options.drafter, peer_drafter, options.peers)
+        return load(options.model, options.drafter, options.peer_drafter, options.peers)
     with tempfile.TemporaryDirectory() as work:
         inflate(DEMO, Path(work))
         return load(work, peers=options.peers)
@@ -39,8 +37,9 @@ def load_engines(options) -> Loaded:
 
 def decode_part(loaded: Loaded, options) -> dict:
     """Tables of all workloads, what a round's halves cost, and the limit that memory sets."""
-    base = options.base if options.peers and loaded.mlx_lm else PLAIN
-    engines = [*loaded.ours([0, *options.lengths, "auto"]), *loaded.peers([0, *options.peer_lengths])]
+    peers = [*([loaded.mlx_lm] if loaded.mlx_lm else []), *loaded.mlx_vlm([0, *options.lengths])]
+    engines = [*loaded.ours([0, *options.lengths, "auto"]), *peers]
+    base = loaded.mlx_lm.name if loaded.mlx_lm else PLAIN
     workloads = {}
     for kind in options.kinds:
         prompts = prompts_of(kind, loaded.pair.tokenizer, options.prompts)
@@ -50,7 +49,7 @@ def decode_part(loaded: Loaded, options) -> dict:
     print("\nmilliseconds of a round, verify + draft: ", end="")
     print(", ".join(f"K={k} {half['verify_ms']:.1f} + {half['draft_ms']:.1f}" for k, half in halves.items()))
     lines = {line["engine"]: line for line in next(iter(workloads.values()))}
-    limit = roofline(loaded, lines[PLAIN], lines[FASTEST])
+    limit = roofline(loaded, lines[PLAIN], lines[AUTO])
     return {"base": base, "workloads": workloads, "round": halves, "roofline": limit}
 
 
@@ -73,17 +72,15 @@ def main():
     add = parser.add_argument
     add("--model", help="pair to measure: a size, a hub id or a directory (default: the demo pair, inflated to 1 GB)")
     add("--drafter", default="auto", help="its drafter, where it is not the model's own")
-    add("--peer-drafter", help="drafter for mlx-vlm, in Hugging Face's form (default: Google's for the model, or the same)")
+    add("--peer-drafter", help="drafter for mlx-vlm, in Hugging Face's form (default: the same, or Google's)")
     add("--parts", choices=PARTS, nargs="+", default=list(PARTS), help="what to measure")
-    add("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="our fixed draft lengths")
-    add("--peer-lengths", type=int, nargs="+", default=[1, 2, 3, 4], help="mlx-vlm's draft lengths")
+    add("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="fixed draft lengths, ours and mlx-vlm's")
     add("--kinds", nargs="+", default=["code", "prose", "repetition"], help="workloads: also chat")
     add("--prompts", type=int, default=6, help="prompts per workload")
     add("--tokens", type=int, default=256, help="tokens per run")
-    add("--base", default="mlx-lm plain", help="engine that speeds are relative to")
-    add("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 32768], help="context lengths in tokens")
+    add("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="context lengths in tokens")
     add("--rows", type=int, nargs="+", default=[1, 4, 8], help="rows of a batch")
-    add("--no-peers", dest="peers", action="store_false", help="leave mlx-lm and mlx-vlm out")
+    add("--peers", choices=PEERS, nargs="*", default=list(PEERS), help="what to compare with")
     add("--plots", type=Path, help="directory for PNG plots")
     options = parser.parse_args()
     check_blas()
@@ -97,7 +94,7 @@ def main():
         report["context"] = context.measure(loaded, options.contexts, 60)
     if "batch" in options.parts:
         print("\nbatches\n")
-        report["batch"] = batch.measure_loaded(loaded, options.rows, 64, [0, 3, "auto"])
+        report["batch"] = batch.measure(loaded, options.rows, 64, [0, 3, "auto"])
     if options.plots:
         from bench.plots import draw
 

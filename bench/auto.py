@@ -3,7 +3,7 @@
     python -m bench.auto [--pair DIR] [--pairs 20]
 
 * a drafter of random weights, which accepts nothing: automatic against plain
-* a drafter that is always right: automatic against the best fixed length
+* a drafter that is always right: automatic against the best of K = 4, 6 and 8
 * the pair itself on code, prose and repetition: automatic against the best of all fixed lengths, all run in every pair
 * a sampled round (temperature 1, top-k 64, top-p 0.95) against a greedy one, K = 4
 
@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,12 +22,11 @@ from mlx.utils import tree_map
 
 import mlx_gemma_mtp
 from bench.decode import interval
-from bench.engines import GREEDY
+from bench.engines import GREEDY, forgetful, load
 from bench.inflate import inflate
 from bench.machine import check_blas
 from bench.prompts import prompts_of
 from mlx_gemma_mtp import Sampling
-from mlx_gemma_mtp.calibration import calibrate_with
 from mlx_gemma_mtp.hub import DEMO
 from mlx_gemma_mtp.pair import Pair
 
@@ -63,7 +63,7 @@ def with_random_drafter(pair: Pair) -> Pair:
     fresh = lambda a: mx.random.normal(a.shape) * 0.05 if a.dtype == mx.float32 else a
     drafter.update(tree_map(fresh, drafter.parameters()))
     mx.eval(drafter.parameters())
-    return Pair(pair.target, drafter, pair.tokenizer, "random drafter")
+    return forgetful(Pair(pair.target, drafter, pair.tokenizer, "random drafter"))
 
 
 class Oracle(mlx_gemma_mtp.speculative.Engine):
@@ -82,7 +82,7 @@ class Oracle(mlx_gemma_mtp.speculative.Engine):
         return draft
 
     def run_round(self, state, active, read, drafts, sampler=mlx_gemma_mtp.speculative.GREEDY, texts=None):
-        sampler.knobs["right"] = self.right
+        sampler = replace(sampler, knobs=sampler.knobs | {"right": self.right})
         return super().run_round(state, active, read, drafts, sampler, texts)
 
 
@@ -92,8 +92,7 @@ def always_right(pair: Pair, prompt: list[int], tokens: int) -> Pair:
     oracle.engine = Oracle(pair.target, pair.drafter)
     plain = pair.generate(prompt, max_tokens=tokens, draft_length=0, sampling=GREEDY, ignore_eos=True, reuse=False).tokens
     oracle.engine.right = mx.array([(prompt + plain + [0] * 8192)[:8192]], mx.int32)
-    oracle.auto = mlx_gemma_mtp.Auto(calibrate=calibrate_with(oracle.engine))
-    return oracle
+    return forgetful(oracle)
 
 
 def main():
@@ -107,7 +106,7 @@ def main():
     with tempfile.TemporaryDirectory() as work:
         if options.pair is None:
             inflate(DEMO, Path(work), 1024, 2048, 20480)
-        pair = mlx_gemma_mtp.load(options.pair or work)
+        pair = load(options.pair or work, peers=[]).pair
     count, tokens, lines = options.pairs, options.tokens, []
     prompts = {kind: prompts_of(kind, pair.tokenizer, 4) for kind in ("code", "prose", "repetition")}
     code = prompts["code"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 
 import mlx_gemma_mtp
-from bench.engines import GREEDY, Loaded, Ours, load
+from bench.engines import GREEDY, Loaded, MlxVlm, Ours, load
 from bench.machine import check_blas
 
 SHORTEST, LONGEST = 40, 200  # tokens of a prompt
@@ -51,7 +51,7 @@ class Alone:
     def run(self, prompts: list[list[int]], count: int) -> BatchRun:
         runs = [self.engine.run(prompt, count) for prompt in prompts]
         first = sum(run.first_seconds for run in runs)
-        return BatchRun([run.tokens for run in runs], first + sum(run.seconds for run in runs), first)
+        return BatchRun([run.tokens for run in runs], sum(run.times[-1] for run in runs), first)
 
 
 class OursBatch:
@@ -84,37 +84,39 @@ class NeverStops:
 
 
 class MlxVlmBatch:
-    """mlx-vlm 0.7.10's BatchGenerator, which its server runs: plain (draft_length 0) or with its MTP rounds."""
+    """mlx-vlm 0.7.10's BatchGenerator, which its server runs: plain or with its MTP rounds."""
 
-    def __init__(self, target, drafter, draft_length: int):
-        self.target, self.drafter, self.draft_length = target, drafter, draft_length
-        self.name = f"mlx-vlm batch {draft_length}"
+    def __init__(self, engine: MlxVlm):
+        self.engine, self.name = engine, f"mlx-vlm batch {engine.draft_length}"
 
     def run(self, prompts: list[list[int]], count: int) -> BatchRun:
         from mlx_vlm.generate.ar import BatchGenerator
 
-        drafting = {"draft_model": self.drafter, "draft_kind": "mtp", "draft_block_size": self.draft_length + 1}
-        target, rows = self.target, len(prompts)
+        target, drafts, rows = self.engine.target, self.engine.draft_length, len(prompts)
+        drafting = {"draft_model": self.engine.drafter, "draft_kind": "mtp", "draft_block_size": drafts + 1}
         start = time.perf_counter()
         generator = BatchGenerator(
             target.language_model, NeverStops(), prefill_batch_size=rows, completion_batch_size=rows, compute_logprobs=False,
-            **(drafting if self.draft_length else {}),
+            **(drafting if drafts else {}),
         )  # fmt: skip
         inputs = [target.get_input_embeddings(mx.array([prompt])).to_dict() for prompt in prompts]
         known = [{name: value for name, value in row.items() if value is not None} for row in inputs]
         tokens = {uid: [] for uid in generator.insert(prompts, count, prompt_kwargs=known)}
+        prefill_seconds = 0.0
         while generator.has_work:
             for response in generator.next()[1]:
                 tokens[response.uid].append(response.token)
+            if not prefill_seconds and all(tokens.values()):
+                prefill_seconds = time.perf_counter() - start
         seconds = time.perf_counter() - start
         generator.close()
-        return BatchRun(list(tokens.values()), seconds, generator.stats().prompt_time)
+        return BatchRun(list(tokens.values()), seconds, prefill_seconds)
 
 
 def batch_engines(loaded: Loaded, drafts: list) -> list:
     """Ours alone and in batches with every draft length, then mlx-vlm's with those that are numbers."""
     found = [Alone(loaded.pair, k) for k in drafts] + [OursBatch(loaded.pair, k) for k in drafts]
-    return found + ([] if loaded.mlx_vlm is None else [MlxVlmBatch(*loaded.mlx_vlm, k) for k in drafts if k != "auto"])
+    return found + [MlxVlmBatch(engine) for engine in loaded.mlx_vlm([k for k in drafts if k != "auto"])]
 
 
 def random_prompts(rows: int) -> list[list[int]]:
@@ -134,14 +136,7 @@ def compare(runs: list[BatchRun], reference: list[list[int]]) -> dict:
     return {"same_rows": len(reference) - len(parted), "parted": parted}
 
 
-def measure(pair_directory: Path, rows: list[int], tokens: int, drafts: list, repeats: int = 3) -> dict:
-    """As `measure_loaded`, of a directory with target/ and drafter/."""
-    loaded = load(pair_directory)
-    loaded.mlx_lm = None  # has no part in this: its memory is free again
-    return measure_loaded(loaded, rows, tokens, drafts, repeats)
-
-
-def measure_loaded(loaded: Loaded, rows: list[int], tokens: int, drafts: list, repeats: int = 3) -> dict:
+def measure(loaded: Loaded, rows: list[int], tokens: int, drafts: list, repeats: int = 3) -> dict:
     """Times every engine with every number of rows.
 
     drafts: draft lengths, numbers or "auto".  repeats: timed runs of each, after one that makes graphs and kernels.
@@ -181,7 +176,8 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     check_blas()
-    print(json.dumps(measure(options.pair, options.rows, options.tokens, options.drafts, options.repeats)))
+    loaded = load(options.pair, peers=["mlx-vlm"])
+    print(json.dumps(measure(loaded, options.rows, options.tokens, options.drafts, options.repeats)))
 
 
 if __name__ == "__main__":

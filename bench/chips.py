@@ -53,7 +53,6 @@ M5_PRO_MAX = (
     NEWS + "2026/03/apple-debuts-m5-pro-and-m5-max-to-supercharge-the-most-demanding-pro-workflows/",
 )
 STUDIO_2026 = ("Mac Studio - Technical Specifications", "https://www.apple.com/mac-studio/specs/")
-MINI_2026 = ("Mac mini - Technical Specifications", "https://www.apple.com/mac-mini/specs/")
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,6 @@ CHIPS = (
     Chip("M5 Pro", 307, M5_PRO_MAX),
     Chip("M5 Max, 32-core GPU", 460, STUDIO_2026),
     Chip("M5 Max, 40-core GPU", 614, M5_PRO_MAX),
-    Chip("M5 Ultra", 1200, STUDIO_2026),
-    Chip("M6, 16 GB", 153, MINI_2026),
-    Chip("M6, 24 or 32 GB", 170, MINI_2026),
 )
 
 

@@ -17,8 +17,8 @@ def measure(engines: list, prompts: list[list[int]], count: int) -> dict[str, li
     results: dict[str, list[Run]] = {engine.name: [] for engine in engines}
     for engine in engines:
         engine.run(prompts[0], count)
-    for prompt in prompts:
-        for engine in engines:
+    for index, prompt in enumerate(prompts):
+        for engine in engines[:: -1 if index % 2 else 1]:
             results[engine.name].append(engine.run(prompt, count))
             time.sleep(PAUSE)
     return results
@@ -43,7 +43,7 @@ def summarise(results: dict[str, list[Run]], base: str) -> list[dict]:
         lines.append({
             "engine": name,
             "ms_per_token": statistics.median(r.milliseconds_per_token for r in runs),
-            "ms_per_round": statistics.median(1000 * r.seconds / max(r.rounds, 1) for r in runs),
+            "ms_per_round": statistics.median(r.milliseconds_per_round() for r in runs),
             "tokens_per_round": sum(len(r.tokens) - 1 for r in runs) / max(sum(r.rounds for r in runs), 1),
             "speed": median,
             "interval": [low, high],
@@ -82,4 +82,5 @@ def show(kind: str, lines: list[dict], base: str) -> None:
 def split(pair: mlx_gemma_mtp.Pair, lengths: list[int]) -> dict[int, dict[str, float]]:
     """Milliseconds of a round at the start of a context, by draft length: verifying, and drafting."""
     costs = measure_costs(pair.engine)
-    return {k: {"verify_ms": 1000 * costs.cost(k + 1, 0), "draft_ms": 1000 * k * costs.draft_seconds} for k in (0, *lengths)}
+    known = [k for k in (0, *lengths) if k + 1 in costs.verify_seconds]
+    return {k: {"verify_ms": 1000 * costs.cost(k + 1, 0), "draft_ms": 1000 * k * costs.draft_seconds} for k in known}

@@ -18,6 +18,7 @@ import numpy as np
 from mlx_gemma_mtp.hub import DEMO
 
 HIDDEN, WIDTH, VOCAB = 1024, 5376, 40960  # 1 GB in float32, a sixth of it the output head
+CONTEXT = 40960  # positions: their number does not change what a pass computes
 
 
 def pad(array: np.ndarray, *shape: int) -> np.ndarray:
@@ -99,6 +100,7 @@ def inflate(pair: Path, out: Path, hidden: int = HIDDEN, width: int = WIDTH, voc
     backbone = text["hidden_size"]
     weights = inflate_target(weights, text, hidden, width, vocab)
     changes = {"hidden_size": hidden, "intermediate_size": width, "vocab_size": vocab, "vocab_size_per_layer_input": vocab}
+    changes["max_position_embeddings"] = CONTEXT
     config["text_config"] = text | changes | {"rms_norm_eps": text["rms_norm_eps"] * backbone / hidden}
     write(pair / "target", out / "target", config | {"vocab_size": vocab, "dtype": "float32"}, weights)
     config, weights = read(pair / "drafter")

@@ -42,7 +42,8 @@ def prompts_of(kind: str, tokenizer: Tokenizer, count: int, length: int = 160) -
     if kind == "prose":
         texts = ["\n".join(docs) for docs in map(docstrings, texts)]
     elif kind == "repetition":
-        texts = [(line + "\n") * 200 for text in texts for line in re.findall(r"^ +self\.\w+ = \w+$", text, re.M)[:1]]
+        lines = [line for text in texts for line in re.findall(r"^ +self\.\w+ = \w+$", text, re.M)[:1]]
+        texts = [(line + "\n") * 200 for line in lines or ["    self.value = value"]]
     elif kind.isdigit():
         texts, length = ["\n".join(texts)] * count, int(kind)
     prompts = []

@@ -18,10 +18,10 @@ import mlx.core as mx
 from mlx_gemma_mtp.checkpoint import weight_bytes
 from mlx_gemma_mtp.config import load_drafter_config, load_target_config
 from mlx_gemma_mtp.convert.container import DTYPE_NAMES, Entry, Writer
-from mlx_gemma_mtp.convert.distill import hugging_face_tensors
 from mlx_gemma_mtp.convert.drafter import ORDERING
 from mlx_gemma_mtp.convert.plan import facts, text_values
 from mlx_gemma_mtp.convert.target import expected_target
+from mlx_gemma_mtp.convert.trainable import hugging_face_tensors
 from mlx_gemma_mtp.drafter import Drafter
 from mlx_gemma_mtp.hub import DEMO, DTYPES, SIZES
 

@@ -10,7 +10,8 @@ import json
 import statistics
 from pathlib import Path
 
-from bench.engines import MlxVlm, load
+from bench.engines import load
+from bench.machine import check_blas
 
 
 def main():
@@ -20,15 +21,18 @@ def main():
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--runs", type=int, default=8)
     options = parser.parse_args()
-    loaded = load(options.pair)
-    engines = *loaded.ours([options.drafts]), MlxVlm(*loaded.mlx_vlm, options.drafts)
+    check_blas()
+    loaded = load(options.pair, peers=["mlx-vlm"])
+    engines = [*loaded.ours([options.drafts]), *loaded.mlx_vlm([options.drafts])]
+    if len(engines) < 2:
+        parser.error("needs mlx-vlm: pip install mlx-vlm==0.7.10")
     prompt, times, same = list(range(3, 23)), ([], []), True
     for index in range(options.runs + 1):  # the first warms up
         runs = [engine.run(prompt, options.tokens) for engine in engines]
         same = same and runs[0].tokens == runs[1].tokens
         for run, milliseconds in zip(runs, times):
             if index:
-                milliseconds.append(1000 * run.seconds / run.rounds)
+                milliseconds.append(run.milliseconds_per_round())
     ours, theirs = times
     ratios = [a / b for a, b in zip(ours, theirs)]
     print(f"ours {statistics.median(ours):.2f} ms per round, mlx-vlm {statistics.median(theirs):.2f} ms, same tokens: {same}")

@@ -1,347 +1,32 @@
 """Tunes a drafter on the distributions of its target: a fine-tuned or quantized target drifts from the drafter it came with.
 
     python -m mlx_gemma_mtp.convert.distill --pair DIR --data FILE|DIR|- --out DIR [--minutes M | --steps N] [--rank R]
-
-What is trained is what is run: the frozen target reads a batch of text once and gives hidden states, distributions and
-its shared keys and values; the drafter makes K chained steps from every position, at that position, under the masks of
-decoding. Loss: per step, the divergence from the target's distribution, and for a cluster head the cross entropy of its
-clusters against the target's mass in each, so that the right cluster is among those scored.
 """
 
 import argparse
-import hashlib
 import json
-import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.tuner.lora import LoRALinear
+from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 from mlx_gemma_mtp.checkpoint import read_json, read_tensors
-from mlx_gemma_mtp.cluster_head import ClusterHead
-from mlx_gemma_mtp.config import FULL, check_pair, load_drafter_config
-from mlx_gemma_mtp.draft_length import Fixed
-from mlx_gemma_mtp.drafter import Drafter, count_clusters, load_drafter
+from mlx_gemma_mtp.config import check_pair, load_drafter_config
+from mlx_gemma_mtp.drafter import load_drafter
 from mlx_gemma_mtp.errors import MtpError, OptionError
 from mlx_gemma_mtp.hub import find, load
 from mlx_gemma_mtp.pair import Pair
 from mlx_gemma_mtp.sampling import Sampling
-from mlx_gemma_mtp.speculative import Engine, Row, decode, prefill, stack
 from mlx_gemma_mtp.target import Target
-from mlx_gemma_mtp.target import load_checkpoint as load_weights
 from mlx_gemma_mtp.tokenizer import Tokenizer
 
-from .training import (
-    ParallelGradients,
-    PositionMask,
-    Recorder,
-    fast_softmax,
-    load_checkpoint,
-    log_sum_exp,
-    make_optimizer,
-    save_checkpoint,
-    training_math,
-)
-
-HELD_OUT_SHARE = 1 / 16
-CLUSTER_WEIGHT = 0.2
-STEP_WEIGHT = 0.8  # a later draft token counts only if the earlier ones were accepted
-
-
-class DataError(MtpError):
-    """Training data that cannot be used; the message names file and line."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides the result of a training run, apart from pair and data.
-
-    length: tokens of a training window.  rows: windows per step.  anchors: positions per window, the last ones, from
-    which drafts are made.  draft_length: K.  rate: peak learning rate of the matrices (other weights: 0.15 of it).
-    rank: of the low-rank deltas trained in place of the weights; None to train the weights.
-    """
-
-    steps: int
-    length: int = 256
-    rows: int = 8
-    anchors: int = 256
-    draft_length: int = 4
-    rate: float = 0.005
-    rank: int | None = None
-    seed: int = 0
-
-
-# Data -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Document:
-    """One text as ids. where: file and line for messages.  is_prompt: the target is to continue it."""
-
-    where: str
-    ids: list[int]
-    is_prompt: bool = False
-
-
-def read_documents(source: str, tokenizer: Tokenizer) -> list[Document]:
-    """The documents in a file, a directory (all files in it) or standard input ("-").
-
-    A .jsonl file holds one object a line: {"text": …}, {"messages": […]} or {"prompt": …}, which the target continues.
-    Any other file is one plain text.
-    Raises DataError.
-    """
-    if source == "-":
-        files = [("standard input", sys.stdin.buffer.read())]
-    else:
-        path = Path(source)
-        if not path.exists():
-            raise DataError(f"{source} does not exist: give a file or directory of training texts")
-        paths = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        files = [(str(p), p.read_bytes()) for p in paths]
-    documents = [document for name, data in files for document in _read_file(name, data, tokenizer)]
-    if not documents:
-        raise DataError(f"{source} holds no text: give texts to train on")
-    return documents
-
-
-def _read_file(name: str, data: bytes, tokenizer: Tokenizer) -> list[Document]:
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise DataError(f"{name}, line {line}: not UTF-8 text: convert it to UTF-8") from None
-    if not text.strip():
-        raise DataError(f"{name} is empty: give texts to train on")
-    if not name.endswith(".jsonl"):
-        return [_document(f"{name}, line 1", text, "text", tokenizer)]
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    return [_read_line(f"{name}, line {number}", line, tokenizer) for number, line in lines]
-
-
-def _read_line(where: str, line: str, tokenizer: Tokenizer) -> Document:
-    kinds = {"text": str, "messages": list, "prompt": str}
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: invalid JSON ({error.msg} at column {error.colno}): mend or remove the line") from None
-    found = [kind for kind in kinds if isinstance(value, dict) and isinstance(value.get(kind), kinds[kind])]
-    if len(found) != 1:
-        raise DataError(f'{where}: needs exactly one of "text" (string), "messages" (list) and "prompt" (string)')
-    return _document(where, value[found[0]], found[0], tokenizer)
-
-
-def _document(where: str, value: str | list, kind: str, tokenizer: Tokenizer) -> Document:
-    try:
-        ids = _chat_ids(value, tokenizer) if kind == "messages" else tokenizer.encode(value, raw=True)
-    except MtpError as error:
-        raise DataError(f"{where}: {error}") from error
-    is_prompt = kind == "prompt"
-    if len(ids) - (tokenizer.bos_id is not None) < (1 if is_prompt else 2):
-        raise DataError(f"{where}: {len(ids)} tokens with the one that begins every text: a text needs two or more of its own")
-    return Document(where, ids, is_prompt)
-
-
-def _chat_ids(messages: list, tokenizer: Tokenizer) -> list[int]:
-    """A whole conversation, without the opening of another turn."""
-    if tokenizer.wrapper is None or not tokenizer.wrapper.has_chat_template:
-        raise DataError("this checkpoint has no chat template: give plain texts")
-    try:
-        text = tokenizer.wrapper.apply_chat_template(messages, tokenize=False, enable_thinking=False)
-    except Exception as error:  # a template is a program of the checkpoint and may raise anything
-        raise DataError(f"the chat template cannot render these messages ({error})") from error
-    return tokenizer.encode(text, raw=True)
-
-
-def continue_prompts(target: Target, prompts: list[list[int]], tokens: int, stop_ids=frozenset(), rows=64, done=None):
-    """The target's own greedy continuations. prompts: ids.  done: called with the number of prompts finished.
-
-    Returns prompt + continuation, at most `tokens` longer, in the order of the prompts.
-    """
-    engine, results = Engine(target, None), []
-    for start in range(0, len(prompts), rows):
-        part = prompts[start : start + rows]
-        batch = [Row(list(p), tokens, stop_ids) for p in part]
-        state = stack([prefill(target, p) for p in part])
-        for _ in decode(engine, state, batch, Fixed(0).begin()):
-            pass
-        results += [p + row.tokens for p, row in zip(part, batch, strict=True)]
-        if done:
-            done(len(part))
-    return results
-
-
-def split_held_out(documents: list[list[int]]) -> tuple[np.ndarray, list[list[int]]]:
-    """(training ids as one array, held-out documents): every 16th document, or the end of the only one."""
-    period = min(round(1 / HELD_OUT_SHARE), len(documents))
-    if len(documents) == 1:
-        ids = documents[0]
-        cut = max(1, int(len(ids) * (1 - HELD_OUT_SHARE)))
-        return np.array(ids[:cut], np.int32), [ids[cut:]] if len(ids) - cut > 1 else [ids]
-    held_out = documents[period - 1 :: period]
-    training = [ids for i, ids in enumerate(documents) if i % period != period - 1]
-    return np.concatenate([np.array(ids, np.int32) for ids in training]), held_out
-
-
-def batch_at(stream: np.ndarray, step: int, settings: Settings) -> mx.array:
-    """[rows, length] windows of the stream. Depends on (seed, step) alone, so a resumed run sees the same ones."""
-    randomness = np.random.default_rng([settings.seed, step])
-    starts = randomness.integers(0, len(stream) - settings.length + 1, settings.rows)
-    return mx.array(np.stack([stream[s : s + settings.length] for s in starts]))
-
-
-# Loss -----------------------------------------------------------------------------------------------------------------
-
-
-def teach(target: Target, tokens: mx.array) -> tuple[mx.array, dict]:
-    """One pass of the frozen target over ids [B, L].
-
-    Returns hidden states [B, L, D] after the final norm, and per layer type the shared keys and values [B, G, L, E].
-    """
-    layers = [Recorder() for _ in target.owners]
-    hidden = target.hidden(tokens, layers)
-    shared = {kind: layers[target.shared_layer(kind)] for kind in set(target.owners)}
-    return hidden, {kind: (layer.keys.astype(mx.float32), layer.values.astype(mx.float32)) for kind, layer in shared.items()}
-
-
-def draft_chain(drafter: Drafter, embeddings: list[mx.array], hidden: mx.array, first: int, shared: dict) -> list[mx.array]:
-    """Normed outputs [B, A, d] of K chained steps from A anchors side by side, at positions first .. first + A - 1.
-
-    embeddings: K arrays [B, A, D], scaled, of the token each step starts from.  hidden: [B, A, D] the target's state that
-    chose the first of them.  shared: per layer type keys and values [B, G, L, E]; an anchor sees those before itself,
-    in sliding layers the last window - 1: what LayerCache.lend shows in decoding.
-    """
-    window, outputs = drafter.config.args.sliding_window, []
-    for embedding in embeddings:
-        x = drafter.pre_projection(mx.concatenate([embedding, hidden], axis=-1))
-        for layer in drafter.layers:
-            mask = PositionMask(None if layer.layer_type == FULL else window, first, includes_self=False)
-            x, _, _ = layer(x, mask, shared_kv=shared[layer.layer_type], offset=first + drafter.position_offset)
-        x = drafter.norm(x)
-        outputs.append(x)
-        hidden = drafter.post_projection(x)
-    return outputs
-
-
-def make_loss(target: Target, drafter: Drafter, settings: Settings):
-    """loss(parameters, tokens [B, L]) -> scalar, the mean over anchors and draft steps. Writes into `drafter`."""
-    K, A = settings.draft_length, settings.anchors
-    first = settings.length - A
-    head = drafter.head if isinstance(drafter.head, ClusterHead) else None
-    # Where step k of an anchor has text to be judged by; an anchor at 0 would see nothing.
-    position = first + mx.arange(A)
-    valid = [((position > 0) & (position + k < settings.length)).astype(mx.float32) for k in range(K)]
-    total = sum(STEP_WEIGHT**k * valid[k].sum().item() for k in range(K))
-    mx.eval(valid)
-
-    def loss(parameters, tokens):
-        drafter.update(parameters)
-        hidden, shared = teach(target, tokens)
-        padded = mx.pad(tokens, [(0, 0), (0, K)])
-        embeddings = [target.embed(padded[:, first + k : first + k + A]).astype(mx.float32) for k in range(K)]
-        before = mx.pad(hidden, [(0, 0), (1, 0), (0, 0)])[:, first : first + A].astype(mx.float32)  # [B, A, D]
-        p = teacher_distribution(target, hidden[:, first:], head)
-        entropy = -(p * mx.log(p + 1e-9)).sum(-1)
-        p, entropy = mx.pad(p, [(0, 0), (0, K), (0, 0)]), mx.pad(entropy, [(0, 0), (0, K)])
-        result = 0.0
-        for k, x in enumerate(draft_chain(drafter, embeddings, before, first, shared)):
-            divergence = step_loss(drafter, x, p[:, k : k + A]) - entropy[:, k : k + A]  # [B, A]
-            result = result + STEP_WEIGHT**k * (divergence * valid[k]).sum()
-        return result / (tokens.shape[0] * total)
-
-    return loss
-
-
-def teacher_distribution(target: Target, hidden: mx.array, head: ClusterHead | None) -> mx.array:
-    """The target's distribution [B, A, V], in the order of the drafter's output rows."""
-    logits = target.logits(hidden).astype(mx.float32)
-    if head is not None:
-        logits = mx.take(logits, head.ordering.reshape(-1), axis=-1)
-    return mx.stop_gradient(fast_softmax(logits))
-
-
-def step_loss(drafter: Drafter, x: mx.array, p: mx.array) -> mx.array:
-    """Cross entropy [B, A] of one step against p [B, A, V], plus that of the clusters. x: normed output [B, A, d]."""
-    head = drafter.head
-    if not isinstance(head, ClusterHead):
-        scores = head(x).astype(mx.float32)
-        return log_sum_exp(scores) - (p * scores).sum(-1)
-    clusters, size = head.ordering.shape
-    scores = (x @ output_table(head.tokens).T).astype(mx.float32)
-    routes = head.centroids(x).astype(mx.float32)  # [B, A, C]
-    mass = p.reshape(*p.shape[:-1], clusters, size).sum(-1)
-    tokens_loss = log_sum_exp(scores) - (p * scores).sum(-1)
-    clusters_loss = log_sum_exp(routes) - (mass * routes).sum(-1) + (mass * mx.log(mass + 1e-9)).sum(-1)
-    return tokens_loss + CLUSTER_WEIGHT * clusters_loss
-
-
-# Drafter in and out ---------------------------------------------------------------------------------------------------
-
-
-def load_trainable(directory: Path, dtype: mx.Dtype = mx.float32) -> Drafter:
-    """The drafter of a directory in the form that is trained: products not joined, floats as `dtype`, ordering frozen."""
-    raw, config = load_drafter_config(directory)
-    clusters = count_clusters(directory)
-
-    class Args:  # mlx-lm builds the model from the raw config; ours is checked and complete already
-        from_dict = staticmethod(lambda _: config)
-
-    drafter = load_weights(directory, raw, lambda **_: (lambda args: Drafter(args, clusters), Args))
-    drafter.set_dtype(dtype)
-    if clusters:
-        drafter.head.freeze(keys=["ordering"])
-    mx.eval(drafter.state)
-    return drafter
-
-
-def hugging_face_tensors(drafter: Drafter) -> dict[str, mx.array]:
-    """The tensors of a drafter, quantized or not, under the names of a Hugging Face checkpoint: undoes Drafter.sanitize."""
-    clustered = isinstance(drafter.head, ClusterHead)
-    ordering = drafter.head.ordering.reshape(-1) if clustered else None
-    tensors = {}
-    for name, value in tree_flatten(drafter.parameters()):
-        part = name.split(".")[-1]
-        if name == "head.ordering":
-            tensors["masked_embedding.token_ordering"] = ordering.astype(mx.int64)
-        elif name.startswith("head.centroids."):
-            tensors["masked_embedding." + name.removeprefix("head.")] = value
-        elif name.startswith("head.tokens."):
-            tensors[f"model.embed_tokens.{part}"] = value.reshape(ordering.size, -1)[mx.argsort(ordering)]
-        elif name.startswith("head."):
-            tensors[f"model.embed_tokens.{part}"] = value
-        else:
-            tensors[name if "_projection" in name.split(".")[0] else "model." + name] = value
-    return tensors
-
-
-def output_table(module: nn.Module) -> mx.array:
-    """Output rows [V, d] of a head's table, dequantized if it is quantized."""
-    weight = module.weight
-    if "scales" in module:
-        weight = mx.dequantize(weight, module.scales, module.get("biases"), module.group_size, module.bits, module.mode)
-    return weight.reshape(-1, weight.shape[-1])
-
-
-def save_drafter(drafter: Drafter, source: Path, out: Path, dtype: mx.Dtype) -> None:
-    """Writes out/model.safetensors, floats in `dtype`, beside the configuration files of `source`."""
-    out.mkdir(parents=True, exist_ok=True)
-    tensors = hugging_face_tensors(drafter)
-    tensors = {n: v.astype(dtype) if mx.issubdtype(v.dtype, mx.floating) else v for n, v in tensors.items()}
-    unfinished = out / "unfinished.safetensors"
-    mx.save_safetensors(str(unfinished), tensors, {"format": "pt"})
-    unfinished.replace(out / "model.safetensors")
-    for name in ("config.json", "generation_config.json"):
-        if (source / name).exists() and source.resolve() != out.resolve():
-            shutil.copyfile(source / name, out / name)
-
-
-# Measuring ------------------------------------------------------------------------------------------------------------
+from .texts import DataError, Document, continue_prompts, read_documents, split_held_out
+from .trainable import copy_drafter, save_drafter, stored_dtype
+from .tuning import Run, Settings
 
 
 def measure_acceptance(pair: Pair, prompts: list[list[int]], draft_length: int, max_tokens: int = 64) -> dict:
@@ -392,86 +77,6 @@ def held_out_prompts(held_out: list[list[int]], bos_id: int | None, count: int, 
     starts = np.linspace(0, len(stream) - length, count).astype(int)
     begin = [] if bos_id is None else [bos_id]
     return [begin + [t for t in stream[s : s + length] if t != bos_id] for s in sorted(set(starts.tolist()))]
-
-
-# Training -------------------------------------------------------------------------------------------------------------
-
-
-def add_deltas(drafter: Drafter, rank: int) -> None:
-    """Puts a trainable low-rank delta on every product of the layers and projections, and freezes everything else."""
-    drafter.freeze()
-    products = [(path, module) for path, module in drafter.named_modules()
-                if isinstance(module, (nn.Linear, nn.QuantizedLinear)) and not path.startswith("head")]  # fmt: skip
-    drafter.update_modules(
-        tree_unflatten([(path, LoRALinear.from_base(module, r=rank, scale=1.0)) for path, module in products])
-    )
-
-
-def fuse_deltas(drafter: Drafter) -> None:
-    """Adds the deltas to the weights; a quantized product is quantized again as it was."""
-    fused = [(path, module.fuse()) for path, module in drafter.named_modules() if isinstance(module, LoRALinear)]
-    drafter.update_modules(tree_unflatten(fused))
-
-
-class Run:
-    """One training run, resumable: the same settings, pair and data give the same drafter, killed in between or not."""
-
-    def __init__(self, target: Target, source: Path, stream: np.ndarray, settings: Settings, work: Path, workers: int = 1):
-        """source: directory of the drafter to start from.  work: directory for the checkpoint."""
-        self.target, self.source, self.stream, self.settings = target, source, stream, settings
-        self.checkpoint = work / "checkpoint.safetensors"
-        mx.random.seed(settings.seed)
-        mx.eval(target.model.state)  # rotary frequencies too: the workers' threads cannot evaluate what is lazy here
-        self.optimizer = make_optimizer(settings.rate, 0.15 * settings.rate, settings.steps)
-        self.parameters = self._new_drafter().trainable_parameters()
-        identity = json.dumps(asdict(settings) | {"workers": workers}) + hashlib.sha256(stream.tobytes()).hexdigest()
-        self.progress = {"step": 0, "identity": hashlib.sha256(identity.encode()).hexdigest(), "curve": []}
-        if self.checkpoint.exists():
-            self._resume()
-        self.gradients = ParallelGradients(lambda: make_loss(target, self._new_drafter(), settings), workers)
-
-    def _new_drafter(self) -> Drafter:
-        """A drafter as the source has it, with fresh deltas if deltas are trained."""
-        drafter = load_trainable(self.source)
-        if self.settings.rank:
-            add_deltas(drafter, self.settings.rank)
-        mx.eval(drafter.state)
-        return drafter
-
-    def _resume(self) -> None:
-        parameters, progress = load_checkpoint(self.checkpoint, self.optimizer)
-        if progress["identity"] != self.progress["identity"]:
-            raise OptionError(
-                f"{self.checkpoint} belongs to a run with other data or options: "
-                "give the same ones to go on with it, or remove it to start anew"
-            )
-        self.parameters, self.progress = parameters, progress
-
-    def steps(self, save_seconds: float = 60.0):
-        """Trains; yields (step, loss) after every step, with the drafter up to date, and saves checkpoints."""
-        saved = time.time()
-        for step in range(self.progress["step"], self.settings.steps):
-            with training_math():
-                loss, gradient = self.gradients(self.parameters, batch_at(self.stream, step, self.settings))
-            self.parameters = self.optimizer.apply_gradients(gradient, self.parameters)
-            mx.eval(self.parameters, self.optimizer.state)
-            self.progress["step"] = step + 1
-            self.progress["curve"].append([step + 1, loss.item()])
-            yield step + 1, loss.item()
-            if time.time() - saved > save_seconds:
-                saved = time.time()
-                self.save()
-
-    def save(self) -> None:
-        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(self.checkpoint, self.parameters, self.optimizer, self.progress)
-
-    def fused(self) -> Drafter:
-        """A drafter of its own with what was trained so far, deltas added in."""
-        drafter = self._new_drafter()
-        drafter.update(self.parameters)
-        fuse_deltas(drafter)
-        return drafter
 
 
 def memory_bytes(target: Target, settings: Settings, drafter_weights: int, workers: int) -> int:
@@ -534,20 +139,6 @@ class Tuner:
         run.save()
 
 
-def copy_drafter(source: Path, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.suffix in (".json", ".safetensors"):
-            shutil.copyfile(path, out / path.name)
-
-
-def stored_dtype(directory: Path) -> mx.Dtype:
-    """The floating type of a drafter's weights in its file."""
-    names = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-    found = [names[t.dtype] for t in read_tensors(directory).values() if t.dtype in names]
-    return found[0] if found else mx.float32
-
-
 def describe(measured: dict) -> str:
     by_position = " ".join(f"{share:.0%}" for share in measured["acceptance_by_position"])
     return f"{measured['acceptance_length']:.3f} tokens per round in {measured['rounds']} rounds (by position {by_position})"
@@ -568,9 +159,6 @@ def draw_curve(report: dict, path: Path) -> bool:
     acceptance.set_ylabel("held-out acceptance length")
     figure.savefig(path, dpi=120)
     return True
-
-
-# Command line ---------------------------------------------------------------------------------------------------------
 
 
 def training_sequences(target: Target, tokenizer: Tokenizer, documents: list[Document], continuation: int) -> list[list[int]]:

@@ -35,17 +35,9 @@ from mlx_gemma_mtp.config import load_drafter_config
 from mlx_gemma_mtp.drafter import Drafter
 from mlx_gemma_mtp.target import Target
 
-from .distill import (
-    Run,
-    Settings,
-    Tuner,
-    continue_prompts,
-    describe,
-    held_out_prompts,
-    measure_acceptance,
-    measure_first_rounds,
-    save_drafter,
-)
+from .distill import Tuner, describe, held_out_prompts, measure_acceptance, measure_first_rounds
+from .texts import continue_prompts
+from .trainable import save_drafter
 from .training import (
     ParallelGradients,
     Recorder,
@@ -55,6 +47,7 @@ from .training import (
     save_checkpoint,
     training_math,
 )
+from .tuning import Run, Settings
 
 SPECIAL_TOKENS = [
     "<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>",

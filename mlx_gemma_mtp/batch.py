@@ -89,14 +89,14 @@ class Batch:
             request.transcript.start()
             states.append(prefill(self.engine.target, request.row.prompt))
             running.append(request)
-        idle = next(size for size in SIZES if size >= len(running)) - len(running)
+        idle = batch_size(len(running)) - len(running)
         states += [prefill(self.engine.target, [0]) for _ in range(idle)]
         return stack(states) if len(states) > 1 else states[0]
 
     def _fits(self, requests: list[Request]) -> bool:
         """Whether the caches of these rows, all as long as the longest may become, fit into the memory."""
         tokens = bucket(max(len(r.row.prompt) + r.row.max_tokens for r in requests) + SLACK)
-        rows = next(size for size in SIZES if size >= len(requests))
+        rows = batch_size(len(requests))
         return rows * cache_bytes(self.engine.target.empty_cache(), tokens) <= self.memory_bytes
 
     def _decode(self, running: list[Request], state: State, has_waiting: bool) -> Iterator[None]:
@@ -139,6 +139,11 @@ class Batch:
         parts = ([select(state, going)] if going else []) + [part for _, part in closed]
         staying = [running[at] for at in going] + [request for request, _ in closed]
         return (stack(parts) if len(parts) > 1 else parts[0] if parts else None), staying
+
+
+def batch_size(rows: int) -> int:
+    """The rows that are run for so many requests."""
+    return next(size for size in SIZES if size >= rows)
 
 
 def cache_bytes(cache: Cache, tokens: int) -> int:

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from .cache import bucket
 from .draft_length import LENGTHS
-from .knowledge import BINS, LONGEST, Costs, Knowledge, octave
+from .knowledge import BINS, FIRST_PROBE, LAST_PROBE, LONGEST, Costs, Knowledge, octave
 from .speculative import Engine, State
 
 WIDTHS = tuple(length + 1 for length in LENGTHS)
@@ -47,19 +47,22 @@ def load_knowledge(engine: Engine) -> Knowledge:
     try:
         values = json.loads(knowledge_file(engine).read_text())
         return Knowledge(
-            {(int(rows), int(octave)): _costs(of) for rows, table in values["costs"].items() for octave, of in table.items()},
+            {(int(rows), int(of)): _costs(costs) for rows, tables in values["costs"].items() for of, costs in tables.items()},
             [_between(values["acceptance"][i], 0, 1) for i in range(LONGEST)],
             [_between(values["by_confidence"][i], 0, 1) for i in range(BINS)],
             [min(int(values["seen"][i]), REMEMBERED) for i in range(LONGEST)],
             [min(int(values["seen_by_confidence"][i]), REMEMBERED) for i in range(BINS)],
+            int(_between(values["probe_interval"], FIRST_PROBE, LAST_PROBE)),
         )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RuntimeError):
         return Knowledge()
 
 
 def _costs(values: dict) -> Costs:
     seconds = {int(width): _between(s, 1e-9, 1e9) for width, s in values["verify_seconds"].items()}
-    return Costs({1: seconds[1], **seconds}, _between(values["draft_seconds"], 1e-9, 1e9), int(values["measured"]))
+    if not seconds:
+        raise ValueError("no width was measured")
+    return Costs(seconds, _between(values["draft_seconds"], 1e-9, 1e9), int(_between(values["measured"], 0, 1e9)))
 
 
 def _between(value: float, low: float, high: float) -> float:

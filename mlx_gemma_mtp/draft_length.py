@@ -6,9 +6,9 @@ from typing import Protocol
 
 from .cache import MAX_DRAFT_LENGTH
 from .errors import OptionError
-from .knowledge import Knowledge
+from .knowledge import FIRST_PROBE, LAST_PROBE, LONGEST, Knowledge
 
-LENGTHS = (0, 1, 2, 3, 4, 6, 8)  # few, since every length is a graph to trace
+LENGTHS = (0, 1, 2, 3, 4, 6, LONGEST)  # few, since every length is a graph to trace
 
 
 class Controller(Protocol):
@@ -50,7 +50,7 @@ class Fixed:
     def __post_init__(self):
         check(self.draft_length)
 
-    def begin(self) -> Controller:
+    def begin(self, rows: int = 1, context: int = 0) -> Controller:
         return self
 
     def gain(self) -> None:
@@ -77,7 +77,7 @@ class Heuristic:
         if check(self.start) < 1:
             raise OptionError("the heuristic starts from a draft length of at least 1: use 0 alone for plain decoding")
 
-    def begin(self) -> Controller:
+    def begin(self, rows: int = 1, context: int = 0) -> Controller:
         return _HeuristicController(self.start)
 
 
@@ -109,10 +109,11 @@ class Auto:
     knowledge: Knowledge = field(default_factory=Knowledge)
     calibrate: Callable[[Knowledge], None] | None = None
 
-    def begin(self) -> Controller:
+    def begin(self, rows: int = 1, context: int = 0) -> Controller:
+        """rows: of the batch.  context: tokens that its longest row holds."""
         if self.calibrate is not None and not self.knowledge.costs:
             self.calibrate(self.knowledge)
-        return AutoController(self.knowledge)
+        return AutoController(self.knowledge, rows, context)
 
 
 class AutoController:
@@ -124,15 +125,15 @@ class AutoController:
     """
 
     wants_confidence = True
-    FIRST_PROBE, LAST_PROBE, PROBE_ROUNDS = 16, 256, 2
+    PROBE_ROUNDS = 2
     EXPLORE = 48  # rounds between two looks at a neighbouring length
     LOOK = 20  # rounds between two that verify everything: what is never verified is never learned
 
-    def __init__(self, knowledge: Knowledge):
-        self.knowledge, self.costs = knowledge, knowledge.costs_at(1, 0)
+    def __init__(self, knowledge: Knowledge, rows: int = 1, context: int = 0):
+        self.knowledge, self.costs = knowledge, knowledge.costs_at(rows, context)
         self.draft_length = self._best_length()
         self._confidence: list[list[float]] = []
-        self._until_probe = self._interval = self.FIRST_PROBE
+        self._until_probe = max(FIRST_PROBE, knowledge.probe_interval // 4)  # another text, perhaps
         self._probing = 0
         self._rounds = 0
         self._seconds = self._plain_seconds = 0.0
@@ -178,9 +179,10 @@ class AutoController:
                 confidence = sure[position] if position < len(sure) else None
                 know.learn_outcome(position, position < count, confidence)
             if count == drafted < len(sure):  # the first draft that was not worth verifying: what is known of its like
-                know.learn_outcome(drafted, know.chance(drafted, sure[drafted]), None)
+                know.expect_outcome(drafted, know.chance(drafted, sure[drafted]))
         if drafted:  # a text that becomes easier becomes so for the positions that were not verified, too
             know.shift(drafted, know.acceptance[drafted - 1] - before)
+        self._confidence = []
 
     def _choose(self, drafted: int) -> int:
         """The next draft length. drafted: draft tokens that this round verified."""
@@ -191,10 +193,9 @@ class AutoController:
         if self._probing:
             self._probing -= drafted > 0
             if not self._probing:  # did it pay?
-                self._interval = (
-                    max(self._interval // 2, self.FIRST_PROBE) if best else min(2 * self._interval, self.LAST_PROBE)
-                )
-                self._until_probe = self._interval
+                interval = self.knowledge.probe_interval
+                self._until_probe = max(interval // 2, FIRST_PROBE) if best else min(2 * interval, LAST_PROBE)
+                self.knowledge.probe_interval = self._until_probe
                 return best
             return best or self._probe_length()
         if best == 0:

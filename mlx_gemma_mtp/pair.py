@@ -6,7 +6,7 @@ from contextlib import closing
 import mlx.core as mx
 from tqdm import tqdm
 
-from .batch import SIZES, Batch, Guard, Request
+from .batch import SIZES, Batch, Guard, Request, batch_size
 from .calibration import calibrate_with, load_knowledge, save_knowledge
 from .channels import ChannelParser
 from .checkpoint import machine_bytes
@@ -174,7 +174,11 @@ class Pair:
         room = max(0, machine_bytes() - mx.get_active_memory()) // 2
         ends = self.tokenizer.markers.closing if self.tokenizer.markers else ()
         with tqdm(total=count, initial=count - len(requests), unit="row", disable=not progress) as bar:
-            Batch(self.engine, sampler, policy.begin(), rows, room, ends, lambda _: bar.update()).run(requests)
+            longest = max((len(t.row.prompt) for t in transcripts.values()), default=0)
+            controller = policy.begin(batch_size(min(rows, len(requests))), longest)
+            Batch(self.engine, sampler, controller, rows, room, ends, lambda _: bar.update()).run(requests)
+        if isinstance(policy, Auto):
+            save_knowledge(self.engine, policy.knowledge)
         for index, transcript in transcripts.items():
             results[index] = transcript.completion()
         return results
@@ -219,7 +223,7 @@ class Stream:
 
     def _run(self, policy: Policy) -> Iterator[Piece]:
         transcript, row, pair = self._transcript, self._transcript.row, self._pair
-        controller = policy.begin()
+        controller = policy.begin(1, len(transcript.row.prompt))
         mx.reset_peak_memory()
         transcript.start()
         branch = pair.prefixes.take(row.prompt) if self._reuse else Branch(pair.target.empty_cache())

@@ -125,7 +125,7 @@ class Engine:
 
     def __init__(self, target: Target, drafter: Drafter | None):
         self.target, self.drafter = target, drafter
-        self.traces = 0  # graphs made so far: a round that made one says nothing of what rounds cost
+        self.traces = 0  # graphs made so far: a round that made one says nothing of costs (without mx.compile every round)
         self._compiled: dict[tuple, Callable] = {}
 
     def _get(self, make: Callable[[], Callable], *key) -> Callable:
@@ -321,7 +321,7 @@ def decode(engine: Engine, state: State, rows: list[Row], controller: Controller
     if sampler.method.penalty_context:
         state.carried = {"history": mx.array([row.history(sampler.method.penalty_context) for row in rows], mx.int32)}
 
-    last_read = away = 0.0
+    last_read, away = time.perf_counter(), 0.0
 
     def dispatch(width: int) -> None:
         nonlocal active, was_active
@@ -336,10 +336,10 @@ def decode(engine: Engine, state: State, rows: list[Row], controller: Controller
         state.block = state.block[:, :width]
         drafts = controller.draft_length if engine.drafter is not None else 0
         texts = [row.prompt + row.tokens for row in rows] if sampler.processors else None
-        traces, start = engine.traces, time.perf_counter()
+        traces = engine.traces
         done = engine.run_round(state, active, bucket(needed), drafts, sampler, texts)
         mx.async_eval(done, state.block, state.confidence, state.carried, *state.cache.arrays)
-        flight.append((done, state.confidence, drafts, traces, start))
+        flight.append((done, state.confidence, drafts, traces))
 
     def can_run_ahead() -> bool:
         """Whether the next round may start before the last is read: plain decoding, and every row wants its token."""
@@ -351,12 +351,12 @@ def decode(engine: Engine, state: State, rows: list[Row], controller: Controller
         while flight:
             if can_run_ahead():
                 dispatch(1)
-            done, confidence, drafts, traces, start = flight.popleft()
-            start, asked = max(start, last_read), time.perf_counter()
+            done, confidence, drafts, traces = flight.popleft()
+            begun, asked = last_read, time.perf_counter()
             round_, confidence = _read(rows, done, confidence if controller.wants_confidence else None)
             last_read = time.perf_counter()
             # When the consumer was away for long and the read did not have to wait, the round's time is unknown.
-            seconds = last_read - start
+            seconds = last_read - begun
             if engine.traces != traces or (away > 0.2 * seconds and last_read - asked < 0.1 * seconds):
                 seconds = None
             context = max(row.committed for row in rows)

@@ -1,6 +1,5 @@
 """Text -> ids and ids -> text: chat template, BOS, stop ids. The tokenizer and its streaming detokenizer are mlx-lm's."""
 
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +51,6 @@ class Tokenizer:
         self.wrapper, self.vocab_size, self.bos_id, self.stop_ids = wrapper, vocab_size, bos_id, stop_ids
         self.generation, self.suppressed = generation or {}, suppressed
         self.markers = find_markers(wrapper)
-        self._detokenizer: StreamingDetokenizer | None = None
 
     def encode(
         self, prompt: Prompt, raw: bool = False, thinking: bool = False, tools: Sequence[dict] | None = None
@@ -114,14 +112,8 @@ class Tokenizer:
         return self.wrapper
 
     def detokenizer(self) -> StreamingDetokenizer | None:
-        """A new streaming detokenizer, None without a tokenizer. All share one table of the vocabulary: it takes long to make."""
-        if self.wrapper is None:
-            return None
-        if self._detokenizer is None:
-            self._detokenizer = self.wrapper.detokenizer
-        fresh = copy.copy(self._detokenizer)
-        fresh.reset()
-        return fresh
+        """A new streaming detokenizer, None without a tokenizer."""
+        return None if self.wrapper is None else self.wrapper.detokenizer
 
 
 def _with_object_arguments(message: dict) -> dict:

@@ -49,6 +49,8 @@ GOOD = {"1": {"11": {"verify_seconds": {str(w): 1.0 for w in WIDTHS}, "draft_sec
         {"acceptance": None},
         {"acceptance": [0.5]},
         {"seen": ["many"]},
+        {"seen": [float("inf")] * 8},
+        {"probe_interval": 0},
     ],
 )
 def test_a_file_that_makes_no_sense_is_measured_anew(engine, changes):

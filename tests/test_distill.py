@@ -12,8 +12,9 @@ from mlx.utils import tree_flatten
 from pairs import FAMILIES, WINDOW
 
 import mlx_gemma_mtp
-from mlx_gemma_mtp.convert import distill
-from mlx_gemma_mtp.convert.distill import DataError, Run, Settings, Tuner
+from mlx_gemma_mtp.convert import distill, texts, trainable, tuning
+from mlx_gemma_mtp.convert.distill import Tuner
+from mlx_gemma_mtp.convert.texts import DataError
 from mlx_gemma_mtp.convert.training import (
     PositionMask,
     Recorder,
@@ -22,6 +23,7 @@ from mlx_gemma_mtp.convert.training import (
     fast_exp,
     training_math,
 )
+from mlx_gemma_mtp.convert.tuning import Run, Settings
 from mlx_gemma_mtp.errors import OptionError
 from mlx_gemma_mtp.speculative import prefill
 
@@ -43,12 +45,12 @@ def demo_tokenizer():
 def test_a_training_step_drafts_what_decoding_drafts(load_pair, make_pair_directory, family):
     """Hidden states of all chained steps, from anchors before and beyond the window, equal those of the decoding drafter."""
     pair, ids = load_pair(family), mx.array(STREAM[None, : 4 * WINDOW])
-    drafter = distill.load_trainable(make_pair_directory(family) / "assistant")
+    drafter = trainable.load_trainable(make_pair_directory(family) / "assistant")
     with training_math():
-        hidden, shared = distill.teach(pair.target, ids)
+        hidden, shared = tuning.teach(pair.target, ids)
         embeddings = [pair.target.embed(mx.pad(ids, [(0, 0), (0, 3)])[:, k : k + 4 * WINDOW]) for k in range(3)]
         before = mx.pad(hidden, [(0, 0), (1, 0), (0, 0)])[:, :-1]
-        outputs = distill.draft_chain(drafter, embeddings, before, 0, shared)
+        outputs = tuning.draft_chain(drafter, embeddings, before, 0, shared)
     for position in (1, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 5):
         cache = prefill(pair.target, STREAM[: position + 1].tolist()).cache
         layers = cache.layers(cache.capacity)
@@ -89,7 +91,7 @@ def test_loss_falls_and_output_stays_that_of_plain_decoding(make_pair_directory,
     losses = [loss for _, loss in run.steps()]
     run.gradients.close()
     assert sum(losses[-4:]) < sum(losses[:4])
-    distill.save_drafter(run.fused(), source, tmp_path / "tuned", mx.float32)
+    trainable.save_drafter(run.fused(), source, tmp_path / "tuned", mx.float32)
     tuned = mlx_gemma_mtp.load(make_pair_directory(family) / "target", tmp_path / "tuned")
     prompt = STREAM[:30].tolist()
     plain = pair.generate(prompt, max_tokens=30, draft_length=0, ignore_eos=True).tokens
@@ -108,7 +110,7 @@ def test_a_quantized_target_is_a_teacher_too(make_pair_directory, tmp_path):
     losses = [loss for _, loss in run.steps()]
     run.gradients.close()
     assert sum(losses[-4:]) < sum(losses[:4])
-    distill.save_drafter(run.fused(), directory / "assistant", tmp_path / "tuned", mx.float32)
+    trainable.save_drafter(run.fused(), directory / "assistant", tmp_path / "tuned", mx.float32)
     tuned = mlx_gemma_mtp.load(directory / "target", tmp_path / "tuned", dtype="float32")
     pair = mlx_gemma_mtp.Pair(target, tuned.drafter, tuned.tokenizer, "quantized")
     outputs = [pair.generate(STREAM[:30].tolist(), max_tokens=30, draft_length=k, ignore_eos=True).tokens for k in (0, 4)]
@@ -118,16 +120,16 @@ def test_a_quantized_target_is_a_teacher_too(make_pair_directory, tmp_path):
 @pytest.mark.parametrize("family", ["e2b", "dense31b"])
 def test_a_quantized_drafter_is_tuned_by_low_rank_deltas(make_pair_directory, load_pair, tmp_path, family):
     directory, source = make_pair_directory(family), tmp_path / "quantized"
-    drafter = distill.load_trainable(directory / "assistant")
+    drafter = trainable.load_trainable(directory / "assistant")
     nn.quantize(drafter, group_size=32, bits=8, class_predicate=quantizable)
-    distill.save_drafter(drafter, directory / "assistant", source, mx.float32)
+    trainable.save_drafter(drafter, directory / "assistant", source, mx.float32)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 32, "bits": 8}}))
     run = Run(load_pair(family).target, source, STREAM, replace(SMALL, steps=20, rate=0.02, rank=4), tmp_path / "work")
     losses = [loss for _, loss in run.steps()]
     run.gradients.close()
     assert sum(losses[-4:]) < sum(losses[:4])
-    distill.save_drafter(run.fused(), source, tmp_path / "tuned", mx.float32)
+    trainable.save_drafter(run.fused(), source, tmp_path / "tuned", mx.float32)
     old, new = (mx.load(str(path / "model.safetensors")) for path in (source, tmp_path / "tuned"))
     assert {n: (v.dtype, v.shape) for n, v in old.items()} == {n: (v.dtype, v.shape) for n, v in new.items()}
     mlx_gemma_mtp.load(directory / "target", tmp_path / "tuned").generate(STREAM[:20].tolist(), max_tokens=4)
@@ -136,7 +138,7 @@ def test_a_quantized_drafter_is_tuned_by_low_rank_deltas(make_pair_directory, lo
 def test_a_drafter_written_back_is_the_same(make_pair_directory, tmp_path):
     for family in ("e2b", "dense31b"):  # with a cluster head, and without
         source = make_pair_directory(family) / "assistant"
-        distill.save_drafter(distill.load_trainable(source), source, tmp_path / family, mx.float32)
+        trainable.save_drafter(trainable.load_trainable(source), source, tmp_path / family, mx.float32)
         old, new = mx.load(str(source / "model.safetensors")), mx.load(str(tmp_path / family / "model.safetensors"))
         assert old.keys() == new.keys()
         assert all(old[name].dtype == new[name].dtype and mx.array_equal(old[name], new[name]) for name in old)
@@ -183,13 +185,13 @@ def test_a_drafter_that_gets_worse_is_not_kept(make_pair_directory, load_pair, t
 
 def test_loss_is_zero_where_drafter_and_target_agree(make_pair_directory):
     """With p the drafter's own distribution, what is left of the loss is the clusters' part, which is no negative number."""
-    drafter = distill.load_trainable(make_pair_directory("e2b") / "assistant")
+    drafter = trainable.load_trainable(make_pair_directory("e2b") / "assistant")
     x = 0.1 * mx.random.normal((1, 2, 32), key=mx.random.key(0))
-    p = mx.softmax(x @ distill.output_table(drafter.head.tokens).T, axis=-1)
+    p = mx.softmax(x @ trainable.output_table(drafter.head.tokens).T, axis=-1)
     routes = mx.log(p.reshape(1, 2, *drafter.head.ordering.shape).sum(-1))
     drafter.head.centroids = lambda _: routes  # centroids that know the mass of their clusters exactly
     entropy = -(p * mx.log(p)).sum(-1)
-    assert mx.abs(distill.step_loss(drafter, x, p) - entropy).max() < 1e-3
+    assert mx.abs(tuning.step_loss(drafter, x, p) - entropy).max() < 1e-3
 
 
 def write(path, text):
@@ -212,12 +214,12 @@ def write(path, text):
 )
 def test_bad_data_is_refused_with_its_line(demo_tokenizer, tmp_path, name, content, message):
     with pytest.raises(DataError, match=message.replace("(", r"\(")):
-        distill.read_documents(write(tmp_path / name, content), demo_tokenizer)
+        texts.read_documents(write(tmp_path / name, content), demo_tokenizer)
 
 
 def test_missing_data_is_refused(demo_tokenizer, tmp_path):
     with pytest.raises(DataError, match="does not exist"):
-        distill.read_documents(str(tmp_path / "nothing"), demo_tokenizer)
+        texts.read_documents(str(tmp_path / "nothing"), demo_tokenizer)
 
 
 def test_texts_chats_and_prompts_are_read(demo_tokenizer, tmp_path):
@@ -225,23 +227,23 @@ def test_texts_chats_and_prompts_are_read(demo_tokenizer, tmp_path):
     lines = [{"text": "import os\n"}, {"prompt": "def"}, {"messages": messages}]
     write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)))
     write(tmp_path / "b.py", "class A:\n    pass\n")
-    documents = distill.read_documents(str(tmp_path), demo_tokenizer)
+    documents = texts.read_documents(str(tmp_path), demo_tokenizer)
     assert [d.is_prompt for d in documents] == [False, True, False, False]
-    texts = [demo_tokenizer.wrapper.decode(d.ids) for d in documents]
-    assert texts[2] == "<bos><|turn>user\nHi<turn|>\n<|turn>model\nYo<turn|>\n"
-    assert texts[3] == "<bos>class A:\n    pass\n"
+    decoded = [demo_tokenizer.wrapper.decode(d.ids) for d in documents]
+    assert decoded[2] == "<bos><|turn>user\nHi<turn|>\n<|turn>model\nYo<turn|>\n"
+    assert decoded[3] == "<bos>class A:\n    pass\n"
 
 
 def test_held_out_documents_are_not_trained_on():
-    stream, held_out = distill.split_held_out([[i, i] for i in range(40)])
+    stream, held_out = texts.split_held_out([[i, i] for i in range(40)])
     assert [ids[0] for ids in held_out] == [15, 31] and not set(stream.tolist()) & {15, 31}
-    stream, held_out = distill.split_held_out([list(range(100))])
+    stream, held_out = texts.split_held_out([list(range(100))])
     assert stream.tolist() + held_out[0] == list(range(100))
 
 
 def test_the_target_continues_prompts_as_plain_decoding_does(load_pair):
     pair, prompts = load_pair("e2b"), [STREAM[:5].tolist(), STREAM[:30].tolist(), STREAM[40:47].tolist()]
-    got = distill.continue_prompts(pair.target, prompts, 12, rows=2)
+    got = texts.continue_prompts(pair.target, prompts, 12, rows=2)
     plain = [pair.generate(p, max_tokens=12, draft_length=0, ignore_eos=True).tokens for p in prompts]
     assert got == [p + tokens for p, tokens in zip(prompts, plain, strict=True)]
 

@@ -57,6 +57,17 @@ def test_a_drafter_that_is_never_right_costs_next_to_nothing():
         assert tokens / seconds > 0.97, curve
 
 
+def test_a_useless_drafter_is_tried_ever_more_rarely_across_generations():
+    world, know, drafted = World("M1 Max", 0.0, False, 6), Knowledge(), []
+    for _ in range(12):
+        controller, rounds = Auto(know, world.calibrate).begin(), []
+        observe = controller.observe
+        controller.observe = lambda verified, *rest, seen=rounds, tell=observe: (seen.append(verified), tell(verified, *rest))
+        world.play(controller, 128)
+        drafted.append(sum(n > 0 for n in rounds))
+    assert sum(drafted[-4:]) <= 8 and sum(drafted[-4:]) > 0
+
+
 def test_outliers_do_not_derail_the_costs():
     know = Costs({1: 1.0, 3: 1.2, 5: 1.6, 9: 3.0}, 0.05, 99)
     for _ in range(3):
