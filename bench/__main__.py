@@ -91,7 +91,7 @@ def main():
         report |= decode_part(loaded, options)
     if "context" in options.parts:
         print("\nagainst context length\n")
-        report["context"] = context.measure(loaded, options.contexts, 60)
+        report["context"] = context.measure(loaded, options.contexts, 60, [0, 4])
     if "batch" in options.parts:
         print("\nbatches\n")
         report["batch"] = batch.measure(loaded, options.rows, 64, [0, 3, "auto"])

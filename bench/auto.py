@@ -30,6 +30,7 @@ from mlx_gemma_mtp import Sampling
 from mlx_gemma_mtp.hub import DEMO
 from mlx_gemma_mtp.pair import Pair
 
+CASES = ("random", "right", "pair", "sampling")
 SAMPLED = Sampling(temperature=1.0, top_k=64, top_p=0.95)
 
 
@@ -101,6 +102,7 @@ def main():
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--lengths", type=int, nargs="+", default=[0, 1, 2, 3, 4, 6, 8])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     options = parser.parse_args()
     check_blas()
     with tempfile.TemporaryDirectory() as work:
@@ -114,9 +116,11 @@ def main():
     def runs_of(a_pair: Pair, lengths: list) -> dict:
         return {f"K={k}" if k != "auto" else k: (lambda prompt, k=k: rate(a_pair, prompt, tokens, k)) for k in lengths}
 
-    lines.append(compare("random drafter", count, code, runs_of(with_random_drafter(pair), ["auto", 0])))
-    lines.append(compare("always right", count, code[:1], runs_of(always_right(pair, code[0], tokens), ["auto", 4, 6, 8])))
-    for kind, texts in prompts.items():
+    if "random" in options.cases:
+        lines.append(compare("random drafter", count, code, runs_of(with_random_drafter(pair), ["auto", 0])))
+    if "right" in options.cases:
+        lines.append(compare("always right", count, code[:1], runs_of(always_right(pair, code[0], tokens), ["auto", 4, 6, 8])))
+    for kind, texts in prompts.items() if "pair" in options.cases else ():
         lines.append(compare(kind, count, texts, runs_of(pair, ["auto", *options.lengths])))
 
     def round_ms(sampling):
@@ -124,7 +128,8 @@ def main():
         stats = lambda prompt: pair.generate(prompt, **settings).stats
         return lambda prompt: 1000 * (done := stats(prompt)).decode_seconds / done.rounds
 
-    lines.append(compare("ms of a round", count, code, {"sampled": round_ms(SAMPLED), "greedy": round_ms(GREEDY)}))
+    if "sampling" in options.cases:
+        lines.append(compare("ms of a round", count, code, {"sampled": round_ms(SAMPLED), "greedy": round_ms(GREEDY)}))
     print(json.dumps(lines))
 
 

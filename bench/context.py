@@ -13,10 +13,9 @@ from pathlib import Path
 import mlx.core as mx
 
 import mlx_gemma_mtp
-from bench.engines import WARM, Loaded, Ours, load
+from bench.engines import PEERS, WARM, Loaded, Ours, load
 from bench.machine import check_blas
 
-DRAFTS = 4
 NEGLIGIBLE = 4096  # tokens of a prompt beside which making graphs takes no time, so that it need not be run twice
 
 
@@ -35,10 +34,10 @@ class EveryLayer(Ours):
         super().__init__(thorough, 0, "ours, every layer")
 
 
-def measure(loaded: Loaded, lengths: list[int], tokens: int) -> list[dict]:
+def measure(loaded: Loaded, lengths: list[int], tokens: int, drafts: list[int]) -> list[dict]:
     """A line per engine and context length that the target allows; a round is the mean of those of `tokens` tokens."""
     lines, limit = [], loaded.pair.target.args.max_position_embeddings
-    engines = [*loaded.ours([0, DRAFTS]), *([loaded.mlx_lm] if loaded.mlx_lm else []), *loaded.mlx_vlm([0, DRAFTS])]
+    engines = [*loaded.ours(drafts), *([loaded.mlx_lm] if loaded.mlx_lm else []), *loaded.mlx_vlm(drafts)]
     for length in lengths:
         if length + tokens > limit:
             print(f"{length} tokens are left out: the context holds {limit}")
@@ -75,9 +74,12 @@ def main():
     parser.add_argument("pair", type=Path)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 4], help="draft lengths")
+    parser.add_argument("--peers", choices=PEERS, nargs="*", default=list(PEERS), help="what to compare with")
     options = parser.parse_args()
     check_blas()
-    print(json.dumps(measure(load(options.pair), options.lengths, options.tokens)))
+    loaded = load(options.pair, peers=options.peers)
+    print(json.dumps(measure(loaded, options.lengths, options.tokens, options.drafts)))
 
 
 if __name__ == "__main__":

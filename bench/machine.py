@@ -1,5 +1,6 @@
 """What was measured on: the machine in words, and whether its times mean anything."""
 
+import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +29,7 @@ def check_blas() -> None:
 def machine() -> dict[str, str]:
     """Chip, memory, system and versions."""
     facts = {
-        "chip": mx.device_info().get("device_name") or processor(),
+        "chip": f"{mx.device_info().get('device_name') or platform.machine()}, {os.cpu_count()} CPU cores",
         "memory": f"{machine_bytes() / 2**30:.0f} GB",
         "system": f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.system(),
         "runs on": str(mx.default_device()),
@@ -40,16 +41,6 @@ def machine() -> dict[str, str]:
         except PackageNotFoundError:
             facts[package] = "not installed"
     return facts
-
-
-def processor() -> str:
-    """The CPU's name (Linux), or its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} cores of {names[0]}" if names else platform.machine()
 
 
 def describe(facts: dict[str, str]) -> str:

@@ -88,9 +88,10 @@ def draw_context(report: dict):
             points = [(line["context"], line[name]) for line in lines if line["engine"] == engine and name in line]
             if points:
                 axis.plot(*zip(*points), STYLES[index % 4], marker="o", color=colour(engine), label=engine)
-        axis.set(xlabel="tokens of context", ylabel=label, xscale="log", ylim=(0, None))
+        axis.set(xlabel="tokens of context", ylabel=label, xscale="log")
         axis.legend(fontsize=8)
-    axes[0].set(yscale="log", ylim=(None, None))
+    axes[0].set_yscale("log")
+    axes[1].set_ylim(0, None)
     return figure
 
 
