@@ -7,7 +7,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-COLOURS = {"ours": "#1f77b4", "mlx-lm": "#7f7f7f", "mlx-vlm": "#d62728"}
+COLOURS = {"ours alone": "#9ecae1", "ours": "#1f77b4", "mlx-lm": "#7f7f7f", "mlx-vlm": "#d62728"}
 STYLES = ("-", "--", ":", "-.")
 
 
@@ -99,10 +99,13 @@ def draw_batch(report: dict):
     """Tokens per second of all rows together, against the number of rows; prompts left out."""
     if not (batch := report.get("batch")):
         return None
-    figure, axis = plt.subplots(figsize=(5.6, 3.8))
-    for index, engine in enumerate(dict.fromkeys(line["engine"] for line in batch["lines"])):
+    figure, axis = plt.subplots(figsize=(7.2, 3.8))
+    styles = {}
+    for engine in dict.fromkeys(line["engine"] for line in batch["lines"]):
+        style = styles.setdefault(engine.split()[-1], STYLES[len(styles) % 4])  # one per draft length
         points = [(line["rows"], line["decode_tokens_per_second"]) for line in batch["lines"] if line["engine"] == engine]
-        axis.plot(*zip(*points), STYLES[index % 4], marker="o", color=colour(engine), label=engine)
-    axis.set(xlabel="rows", ylabel="tokens per second, all rows", ylim=(0, None))
-    axis.legend(fontsize=8)
+        axis.plot(*zip(*points), style, marker="o", color=colour(engine), label=engine)
+    rows = sorted({line["rows"] for line in batch["lines"]})
+    axis.set(xlabel="rows", ylabel="tokens per second, all rows", ylim=(0, None), xticks=rows)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

@@ -24,11 +24,13 @@ CURVES = {
 
 
 class World:
-    """Rounds of known cost and acceptance, with noise and outliers."""
+    """Rounds of known cost and acceptance, with noise and outliers. Time is counted as if nothing else ran."""
 
-    def __init__(self, curve, acceptance, informative, seed):
+    def __init__(self, curve, acceptance, informative, seed, restless=False):
+        """informative: confidences are right on average.  restless: other programs slow the machine down now and then."""
         self.verify_seconds, self.draft_seconds = CURVES[curve] if isinstance(curve, str) else curve
         self.acceptance, self.informative, self.random = acceptance, informative, random.Random(seed)
+        self.restless, self.load = restless, 1.0
 
     def calibrate(self, knowledge):
         seconds = {width: self.verify_seconds(width) * self.random.uniform(0.95, 1.05) for width in WIDTHS}
@@ -54,7 +56,9 @@ class World:
                 accepted += 1
             cost = self.verify_seconds(width) + drafts * self.draft_seconds
             tokens, seconds = tokens + accepted + 1, seconds + cost
-            measured = cost * self.random.gauss(1, 0.05) * (10 if self.random.random() < 0.01 else 1)
+            if self.restless and self.random.random() < 0.01:
+                self.load = self.random.choice([1.0, 1.0, 1.2, 1.5, 2.0])
+            measured = cost * self.load * self.random.gauss(1, 0.05) * (10 if self.random.random() < 0.01 else 1)
             controller.observe(width - 1, drafts, [accepted], measured, 0)
             chances = self.drafts(drafts)
         return tokens, seconds

@@ -26,14 +26,14 @@ class LayerCache:
 
     keys, values: [B, G, S, E].  length: [B] committed tokens = position of the first token of the pass.
     read: how many slots attention may look at; at least length + T of every row.
-    slots: what the layers of a pass share: where they write, by ring size.
+    slots: what the layers of a pass share: where they write, by ring size.  is_first: no row holds anything yet.
     """
 
-    def __init__(self, window: int | None, keys: mx.array, values: mx.array, length: mx.array, read: int, slots: dict):
+    def __init__(self, window: int | None, keys, values, length: mx.array, read: int, slots: dict, is_first: bool):
         self.window, self.keys, self.values, self.offset = window, keys, values, length
         self.size = keys.shape[2]
         self.read = min(read, self.size)
-        self._slots = slots
+        self._slots, self._is_first = slots, is_first
 
     def _slot_positions(self, last: mx.array, slots: int) -> mx.array:
         """Positions [B, slots] of the first slots when `last` [B] is the newest position written; negative: empty."""
@@ -54,7 +54,8 @@ class LayerCache:
         """Mask [B, 1, T, S] over what `update_and_fetch` of `tokens` entries returns (mlx-lm's protocol)."""
         queries = self.offset[:, None] + mx.arange(tokens)
         if self._is_long(tokens):
-            positions = mx.concatenate([self._slot_positions(self.offset - 1, self.size), queries], axis=1)
+            before = [] if self._is_first else [self._slot_positions(self.offset - 1, self.size)]
+            positions = mx.concatenate([*before, queries], axis=1)
         else:
             positions = self._slot_positions(self.offset + (tokens - 1), self.read)
         return self._visible(queries, positions)
@@ -73,6 +74,8 @@ class LayerCache:
         slots = self._slots[self.size]  # [B, 1, T, 1]
         self.keys = mx.put_along_axis(self.keys, slots, keys[:, :, tokens - kept :].astype(self.keys.dtype), axis=2)
         self.values = mx.put_along_axis(self.values, slots, values[:, :, tokens - kept :].astype(self.values.dtype), axis=2)
+        if self._is_long(tokens) and self._is_first:
+            return keys, values
         if self._is_long(tokens):
             return mx.concatenate([ring[0], keys], axis=2), mx.concatenate([ring[1], values], axis=2)
         return self.keys[:, :, : self.read], self.values[:, :, : self.read]
@@ -125,10 +128,10 @@ class Cache:
                 if more := size - array.shape[2]:
                     arrays[index] = mx.pad(array, [(0, 0), (0, 0), (0, more), (0, 0)])
 
-    def layers(self, read: int) -> list[LayerCache]:
-        """The layers for one pass; `read` as in LayerCache."""
-        slots: dict = {}
-        return [LayerCache(w, k, v, self.length, read, slots) for w, k, v in zip(self.windows, self.keys, self.values)]
+    def layers(self, read: int, is_first: bool = False) -> list[LayerCache]:
+        """The layers for one pass; arguments as in LayerCache."""
+        arrays, slots = zip(self.windows, self.keys, self.values), {}
+        return [LayerCache(w, k, v, self.length, read, slots, is_first) for w, k, v in arrays]
 
     def commit(self, layers: list[LayerCache], length: mx.array) -> None:
         """Takes over what a pass wrote and makes `length` [B] tokens count. A smaller length is a roll-back."""

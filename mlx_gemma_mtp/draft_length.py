@@ -207,7 +207,7 @@ class AutoController:
             return 0
         if self._rounds % self.EXPLORE == 0:  # keeps the neighbours' costs and the next position's acceptance fresh
             index = LENGTHS.index(best)
-            neighbours = [i for i in (index - 1, index + 1) if 0 < i < len(LENGTHS)]
+            neighbours = [i for i in (index - 1, index + 1) if i < len(LENGTHS)]
             return LENGTHS[neighbours[(self._rounds // self.EXPLORE) % len(neighbours)]]
         return best
 

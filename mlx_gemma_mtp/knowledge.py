@@ -20,11 +20,13 @@ class Costs:
     """Seconds of rounds of one number of rows at about one context length.
 
     verify_seconds: of a pass by width T.  draft_seconds: of one draft step.  measured: rounds that this rests on.
+    played: by width, the value of `measured` when it was last played.
     """
 
     verify_seconds: dict[int, float]
     draft_seconds: float
     measured: int = 0
+    played: dict[int, int] = field(default_factory=dict)
 
     def cost(self, width: int, drafts: int) -> float:
         """Seconds of a round that verifies `width` tokens and makes `drafts` new drafts."""
@@ -38,7 +40,8 @@ class Costs:
 
     def learn(self, width: int, drafts: int, seconds: float) -> None:
         """Moves the estimate towards a measured round, by at most half of it: other programs use the machine too."""
-        expected, weight = self.cost(width, drafts), max(0.1, 1 / (self.measured + 2))
+        expected, stale = self.cost(width, drafts), self.measured - self.played.get(width, 0)
+        weight = max(0.1, 1 / (self.measured + 2), min(0.5, stale / 100))
         error = min(max(seconds - expected, -0.5 * expected), 0.5 * expected)
         if width not in self.verify_seconds:
             self.verify_seconds = self.verify_seconds | {width: self.cost(width, 0)}
@@ -51,6 +54,7 @@ class Costs:
             w: s * (1 + change * (1 + share) * (1.0 if w == width else others)) for w, s in self.verify_seconds.items()
         }
         self.measured += 1
+        self.played[width] = self.measured
 
 
 @dataclass

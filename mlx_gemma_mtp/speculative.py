@@ -262,7 +262,7 @@ def prefill(
     while done < total - 1:
         chunk = min(prefill_chunk(target, done), total - 1 - done)
         cache.reserve(done + chunk)
-        layers = cache.layers(done + chunk)
+        layers = cache.layers(done + chunk, is_first=done == 0)
         target.hidden(mx.array([prompt[done : done + chunk]], mx.int32), layers)
         done += chunk
         cache.commit(layers, mx.array([done], mx.int32))

@@ -19,6 +19,15 @@ def test_regret_against_the_best_fixed_length_is_under_five_percent(curve, accep
     assert regret(world, controller, 200, 4000) < 0.05
 
 
+@pytest.mark.parametrize("acceptance", [0.9, 0.5, 0.15, 0.0])
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_machine_that_is_slowed_down_now_and_then_misleads_nobody(curve, acceptance):
+    """What a slow minute taught of one length is stale in the next: no length may be avoided, or played, for it for ever."""
+    for seed in range(2):
+        world = World(curve, acceptance, False, seed, restless=True)
+        assert regret(world, Auto(Knowledge(), world.calibrate).begin(), 200, 3000) < 0.05
+
+
 @pytest.mark.parametrize("acceptances", [(0.9, 0.05), (0.05, 0.9), (0.3, 0.8), (0.8, 0.3)])
 @pytest.mark.parametrize("curve", CURVES)
 def test_it_follows_a_text_that_changes_midway(curve, acceptances):
@@ -69,7 +78,7 @@ def test_a_useless_drafter_is_tried_ever_more_rarely_across_generations():
 
 
 def test_outliers_do_not_derail_the_costs():
-    know = Costs({1: 1.0, 3: 1.2, 5: 1.6, 9: 3.0}, 0.05, 99)
+    know = Costs({1: 1.0, 3: 1.2, 5: 1.6, 9: 3.0}, 0.05, 99, {5: 99})
     for _ in range(3):
         know.learn(5, 4, 500.0)
     assert know.cost(5, 4) < 1.3 * 1.8
