@@ -135,7 +135,6 @@ class AutoController:
         self._confidence: list[list[float]] = []
         self._until_probe = max(FIRST_PROBE, knowledge.probe_interval // 4)  # another text, perhaps
         self._probing = 0
-        self._rounds = 0
         self._seconds = self._plain_seconds = 0.0
 
     def gain(self) -> float | None:
@@ -143,7 +142,7 @@ class AutoController:
 
     def verify(self, drafts: int, confidence: list[list[float]]) -> int:
         self._confidence = confidence
-        if drafts == 0 or self._probing or self._rounds % self.LOOK == 0:
+        if drafts == 0 or self._probing or self.knowledge.rounds % self.LOOK == 0:
             return drafts
         rate = self._rate(self._best_length())
         widest = 0
@@ -159,7 +158,7 @@ class AutoController:
 
     def observe(self, drafted: int, drafts: int, accepted: list[int | None], seconds: float | None, context: int) -> None:
         self.costs = self.knowledge.costs_at(len(accepted), context)
-        self._rounds += 1
+        self.knowledge.rounds += 1
         if seconds is not None:
             self.costs.learn(drafted + 1, drafts, seconds)
         running = [n for n in accepted if n is not None]
@@ -205,10 +204,10 @@ class AutoController:
                 self.knowledge.doubt()
                 return self._probe_length()
             return 0
-        if self._rounds % self.EXPLORE == 0:  # keeps the neighbours' costs and the next position's acceptance fresh
+        if self.knowledge.rounds % self.EXPLORE == 0:  # keeps the neighbours' costs and the next position's acceptance fresh
             index = LENGTHS.index(best)
             neighbours = [i for i in (index - 1, index + 1) if i < len(LENGTHS)]
-            return LENGTHS[neighbours[(self._rounds // self.EXPLORE) % len(neighbours)]]
+            return LENGTHS[neighbours[(self.knowledge.rounds // self.EXPLORE) % len(neighbours)]]
         return best
 
     def _probe_length(self) -> int:

@@ -66,6 +66,7 @@ class Knowledge:
     by_confidence: acceptance of drafts by the drafter's largest probability, in BINS bins.
     seen, seen_by_confidence: how many outcomes each of these rests on.
     probe_interval: rounds of plain decoding after which drafting is tried again, doubled whenever it did not pay.
+    rounds: observed in this process.
     """
 
     costs: dict[tuple[int, int], Costs] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class Knowledge:
     seen: list[int] = field(default_factory=lambda: [0] * LONGEST)
     seen_by_confidence: list[int] = field(default_factory=lambda: [0] * BINS)
     probe_interval: int = FIRST_PROBE
+    rounds: int = 0
 
     def costs_at(self, rows: int, context: int) -> Costs:
         """The costs of `rows` rows at `context` tokens; those of the nearest case known, where there are none yet."""

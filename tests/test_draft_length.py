@@ -77,6 +77,17 @@ def test_a_useless_drafter_is_tried_ever_more_rarely_across_generations():
     assert sum(drafted[-4:]) <= 8 and sum(drafted[-4:]) > 0
 
 
+def test_neighbours_are_looked_at_in_short_generations_too():
+    world, know, lengths = World("M4 Pro", 0.6, False, 7), Knowledge(), set()
+    for _ in range(40):
+        controller = Auto(know, world.calibrate).begin()
+        for _ in range(10):
+            world.play(controller, 1)
+            lengths.add(controller.draft_length)
+    best = AutoController(know).draft_length
+    assert {best - 1, best} <= lengths and max(lengths) > best
+
+
 def test_outliers_do_not_derail_the_costs():
     know = Costs({1: 1.0, 3: 1.2, 5: 1.6, 9: 3.0}, 0.05, 99, {5: 99})
     for _ in range(3):
