@@ -74,7 +74,7 @@ def test_a_useless_drafter_is_tried_ever_more_rarely_across_generations():
         controller.observe = lambda verified, *rest, seen=rounds, tell=observe: (seen.append(verified), tell(verified, *rest))
         world.play(controller, 128)
         drafted.append(sum(n > 0 for n in rounds))
-    assert sum(drafted[-4:]) <= 8 and sum(drafted[-4:]) > 0
+    assert 0 < sum(drafted[-4:]) <= 12  # of 512 rounds
 
 
 def test_neighbours_are_looked_at_in_short_generations_too():
