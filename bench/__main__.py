@@ -18,7 +18,7 @@ from pathlib import Path
 from bench import batch, chips, context, decode
 from bench.engines import PEERS, Loaded, load
 from bench.inflate import inflate
-from bench.machine import check_blas, describe, machine
+from bench.machine import check_blas, command, describe, machine
 from bench.prompts import prompts_of
 from bench.roofline import bandwidth, bytes_per_pass
 from mlx_gemma_mtp.hub import DEMO
@@ -40,10 +40,9 @@ def decode_part(loaded: Loaded, options) -> dict:
     peers = [*([loaded.mlx_lm] if loaded.mlx_lm else []), *loaded.mlx_vlm([0, *options.lengths])]
     engines = [*loaded.ours([0, *options.lengths, "auto"]), *peers]
     base = loaded.mlx_lm.name if loaded.mlx_lm else PLAIN
-    workloads = {}
-    for kind in options.kinds:
-        prompts = prompts_of(kind, loaded.pair.tokenizer, options.prompts)
-        workloads[kind] = decode.summarise(decode.measure(engines, prompts, options.tokens), base)
+    prompts, workloads = {kind: prompts_of(kind, loaded.pair.tokenizer, options.prompts) for kind in options.kinds}, {}
+    for kind in prompts:
+        workloads[kind] = decode.summarise(decode.measure(engines, prompts[kind], options.tokens), base)
         decode.show(f"{kind}, {options.prompts} prompts, {options.tokens} tokens", workloads[kind], base)
     halves = decode.split(loaded.pair, options.lengths)
     print("\nmilliseconds of a round, verify + draft: ", end="")
@@ -75,7 +74,12 @@ def main():
     add("--peer-drafter", help="drafter for mlx-vlm, in Hugging Face's form (default: the same, or Google's)")
     add("--parts", choices=PARTS, nargs="+", default=list(PARTS), help="what to measure")
     add("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="fixed draft lengths, ours and mlx-vlm's")
-    add("--kinds", nargs="+", default=["code", "prose", "repetition"], help="workloads: also chat")
+    add(
+        "--kinds",
+        nargs="+",
+        default=["code", "prose", "repetition"],
+        help="workloads: code, prose, repetition, chat, or a number of tokens",
+    )
     add("--prompts", type=int, default=6, help="prompts per workload")
     add("--tokens", type=int, default=256, help="tokens per run")
     add("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="context lengths in tokens")
@@ -103,4 +107,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -24,7 +24,7 @@ import mlx_gemma_mtp
 from bench.decode import interval
 from bench.engines import GREEDY, forgetful, load
 from bench.inflate import inflate
-from bench.machine import check_blas
+from bench.machine import check_blas, command
 from bench.prompts import prompts_of
 from mlx_gemma_mtp import Sampling
 from mlx_gemma_mtp.hub import DEMO
@@ -97,13 +97,15 @@ def always_right(pair: Pair, prompt: list[int], tokens: int) -> Pair:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.auto", description=__doc__.splitlines()[0])
     parser.add_argument("--pair", type=Path, help="directory with target/ and drafter/ (default: the demo pair, inflated)")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--lengths", type=int, nargs="+", default=[0, 1, 2, 3, 4, 6, 8])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     options = parser.parse_args()
+    if min(options.pairs, options.tokens) < 1:
+        parser.error("--pairs and --tokens must be at least 1")
     check_blas()
     with tempfile.TemporaryDirectory() as work:
         if options.pair is None:
@@ -134,4 +136,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

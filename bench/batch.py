@@ -17,7 +17,7 @@ import mlx.core as mx
 
 import mlx_gemma_mtp
 from bench.engines import GREEDY, Loaded, MlxVlm, Ours, load
-from bench.machine import check_blas
+from bench.machine import check_blas, command
 
 SHORTEST, LONGEST = 40, 200  # tokens of a prompt
 
@@ -168,17 +168,19 @@ def show(line: dict) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.batch", description=__doc__.splitlines()[0])
     parser.add_argument("pair", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--drafts", type=lambda text: text if text == "auto" else int(text), nargs="+", default=[0, 3, "auto"])
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    if min(options.tokens, options.repeats) < 1:
+        parser.error("--tokens and --repeats must be at least 1")
     check_blas()
     loaded = load(options.pair, peers=["mlx-vlm"])
     print(json.dumps(measure(loaded, options.rows, options.tokens, options.drafts, options.repeats)))
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 import mlx_gemma_mtp
 from bench.engines import PEERS, WARM, Loaded, Ours, load
-from bench.machine import check_blas
+from bench.machine import check_blas, command
 
 NEGLIGIBLE = 4096  # tokens of a prompt beside which making graphs takes no time, so that it need not be run twice
 
@@ -70,17 +70,19 @@ def show(line: dict) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.context", description=__doc__.splitlines()[0])
     parser.add_argument("pair", type=Path)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 4], help="draft lengths")
     parser.add_argument("--peers", choices=PEERS, nargs="*", default=list(PEERS), help="what to compare with")
     options = parser.parse_args()
+    if min(options.tokens, *options.lengths) < 1:
+        parser.error("--tokens and --lengths must be at least 1")
     check_blas()
     loaded = load(options.pair, peers=options.peers)
     print(json.dumps(measure(loaded, options.lengths, options.tokens, options.drafts)))
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

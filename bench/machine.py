@@ -3,15 +3,26 @@
 import os
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mlx.core as mx
 
 from mlx_gemma_mtp.checkpoint import machine_bytes
+from mlx_gemma_mtp.errors import MtpError
 
 HOW = """    apt-get install libopenblas0-pthread
-    LD_PRELOAD=/usr/lib/$(uname -m)-linux-gnu/openblas-pthread/libblas.so.3 python -m bench"""
+    LD_PRELOAD=/usr/lib/$(uname -m)-linux-gnu/openblas-pthread/libblas.so.3 """
+
+
+def command(main: Callable[[], None]) -> None:
+    """Runs a command; what a user can mend is one line, exit code 2."""
+    try:
+        main()
+    except MtpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def check_blas() -> None:
@@ -23,7 +34,7 @@ def check_blas() -> None:
     files = {Path(line.split()[-1]) for line in maps.read_text().splitlines() if "blas" in line}
     # Not numpy's own copy, which is always there and which MLX does not use.
     if not any(f.name.startswith("libopenblas") or "openblas" in f.parent.name for f in files if "numpy" not in str(f)):
-        sys.exit(f"error: times without a fast BLAS mean nothing; run it so:\n{HOW}")
+        sys.exit(f"error: times without a fast BLAS mean nothing; run it so:\n{HOW}{' '.join(sys.orig_argv)}")
 
 
 def machine() -> dict[str, str]:

@@ -6,9 +6,11 @@ import re
 import sysconfig
 from pathlib import Path
 
+from mlx_gemma_mtp.errors import OptionError
 from mlx_gemma_mtp.hub import DEMO
 from mlx_gemma_mtp.tokenizer import Tokenizer
 
+KINDS = ("code", "prose", "repetition", "chat")
 MODULES = 8
 QUESTIONS = (
     "Why is the sky blue, and why is it red at dusk?",
@@ -38,6 +40,8 @@ def prompts_of(kind: str, tokenizer: Tokenizer, count: int, length: int = 160) -
     if kind == "chat":
         messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
         return [tokenizer.encode(messages[index % len(messages)]) for index in range(count)]
+    if kind not in KINDS and not kind.isdigit():
+        raise OptionError(f"workload {kind!r}: use {', '.join(KINDS)}, or a number of tokens")
     texts = sources()
     if kind == "prose":
         texts = ["\n".join(docs) for docs in map(docstrings, texts)]

@@ -150,7 +150,7 @@ def write_pair(
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.random_pair", description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", choices=SIZES, default="E2B")
     parser.add_argument("--scale", type=float, default=1.0)
@@ -158,11 +158,16 @@ def main():
     parser.add_argument("--context", type=int, default=40960, help="positions the pair must be able to hold")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
-    if options.vocab and options.vocab % CLUSTER:
+    if options.scale <= 0:
+        parser.error(f"--scale {options.scale}: give a number above 0")
+    if options.vocab is not None and (options.vocab % CLUSTER or options.vocab < CLUSTER):
         parser.error(f"--vocab {options.vocab}: give a multiple of {CLUSTER}")
     if options.out.exists():
         parser.error(f"{options.out} exists: choose another directory")
-    write_pair(options.out, options.size, options.scale, options.vocab, options.context, options.dtype)
+    unfinished = options.out.with_name(f"{options.out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    write_pair(unfinished, options.size, options.scale, options.vocab, options.context, options.dtype)
+    unfinished.rename(options.out)
     for side in ("target", "drafter"):
         on_disk, in_float32 = (weight_bytes(options.out / side, kind, ()) / 1e9 for kind in (None, mx.float32))
         print(f"{side:<8} {on_disk:.2f} GB on disk, {in_float32:.2f} GB in float32")

@@ -11,11 +11,11 @@ import statistics
 from pathlib import Path
 
 from bench.engines import load
-from bench.machine import check_blas
+from bench.machine import check_blas, command
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.round_overhead", description=__doc__.splitlines()[0])
     parser.add_argument("pair", type=Path)
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=120)
@@ -40,4 +40,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

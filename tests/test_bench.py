@@ -10,7 +10,8 @@ from bench import chips, decode, random_pair
 from bench.context import EveryLayer
 from bench.engines import Ours, Run, load, timed
 from bench.inflate import inflate
-from mlx_gemma_mtp import Sampling
+from bench.prompts import prompts_of
+from mlx_gemma_mtp import OptionError, Sampling
 from mlx_gemma_mtp.hub import DEMO
 
 OPTIONS = {"max_tokens": 24, "draft_length": 3, "sampling": Sampling(temperature=0), "ignore_eos": True}
@@ -53,6 +54,11 @@ def test_an_engine_that_differs_is_said_to_and_where():
     assert drafting["speed"] == pytest.approx(2) and drafting["tokens_per_round"] == 1.5
     assert drafting["ms_per_round"] == pytest.approx(75) and drafting["accepted_by_position"] == [1.0, 0.5]
     assert (drafting["same_tokens"], drafting["parted"]) == (0.5, [2])
+
+
+def test_an_unknown_workload_is_refused():
+    with pytest.raises(OptionError, match="repetition"):
+        prompts_of("repitition", None, 1)
 
 
 def test_a_run_tells_prompt_and_tokens_apart():
