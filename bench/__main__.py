@@ -12,15 +12,17 @@ pasted where it is asked for; the last line on stdout is JSON. On Linux a fast B
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 
 from bench import batch, chips, context, decode
 from bench.engines import PEERS, Loaded, load
 from bench.inflate import inflate
-from bench.machine import check_blas, command, describe, machine
+from bench.machine import check_blas, describe, machine
 from bench.prompts import prompts_of
 from bench.roofline import bandwidth, bytes_per_pass
+from mlx_gemma_mtp.command import exit_code
 from mlx_gemma_mtp.hub import DEMO
 
 PARTS = ("decode", "context", "batch")
@@ -37,8 +39,7 @@ def load_engines(options) -> Loaded:
 
 def decode_part(loaded: Loaded, options) -> dict:
     """Tables of all workloads, what a round's halves cost, and the limit that memory sets."""
-    peers = [*([loaded.mlx_lm] if loaded.mlx_lm else []), *loaded.mlx_vlm([0, *options.lengths])]
-    engines = [*loaded.ours([0, *options.lengths, "auto"]), *peers]
+    engines = [*loaded.ours([0, *options.lengths, "auto"]), *loaded.peers([0, *options.lengths])]
     base = loaded.mlx_lm.name if loaded.mlx_lm else PLAIN
     prompts, workloads = {kind: prompts_of(kind, loaded.pair.tokenizer, options.prompts) for kind in options.kinds}, {}
     for kind in prompts:
@@ -107,4 +108,4 @@ def main():
 
 
 if __name__ == "__main__":
-    command(main)
+    sys.exit(exit_code(main))

@@ -13,6 +13,7 @@ Ratios are of tokens per second (of milliseconds per round for sampling). The la
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,14 @@ import mlx_gemma_mtp
 from bench.decode import interval
 from bench.engines import GREEDY, forgetful, load
 from bench.inflate import inflate
-from bench.machine import check_blas, command
+from bench.machine import check_blas
 from bench.prompts import prompts_of
 from mlx_gemma_mtp import Sampling
+from mlx_gemma_mtp.cluster_head import ClusterHead
+from mlx_gemma_mtp.command import exit_code
+from mlx_gemma_mtp.drafter import Drafter
 from mlx_gemma_mtp.hub import DEMO
+from mlx_gemma_mtp.joined import join_layer
 from mlx_gemma_mtp.pair import Pair
 
 CASES = ("random", "right", "pair", "sampling")
@@ -57,10 +62,13 @@ def compare(name: str, pairs: int, prompts: list, runs: dict) -> dict:
 
 def with_random_drafter(pair: Pair) -> Pair:
     """The same target; every floating weight of the drafter drawn anew."""
-    drafter = mlx_gemma_mtp.drafter.Drafter(pair.drafter.config, pair.drafter.head.centroids.weight.shape[0])
-    drafter.head.ordering = pair.drafter.head.ordering
+    head = pair.drafter.head
+    clusters = len(head.ordering) if isinstance(head, ClusterHead) else 0
+    drafter = Drafter(pair.drafter.config, clusters)
+    if clusters:
+        drafter.head.ordering = head.ordering
     for layer in drafter.layers:
-        mlx_gemma_mtp.joined.join_layer(layer)
+        join_layer(layer)
     fresh = lambda a: mx.random.normal(a.shape) * 0.05 if a.dtype == mx.float32 else a
     drafter.update(tree_map(fresh, drafter.parameters()))
     mx.eval(drafter.parameters())
@@ -99,10 +107,10 @@ def always_right(pair: Pair, prompt: list[int], tokens: int) -> Pair:
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.auto", description=__doc__.splitlines()[0])
     parser.add_argument("--pair", type=Path, help="directory with target/ and drafter/ (default: the demo pair, inflated)")
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[0, 1, 2, 3, 4, 6, 8])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--pairs", type=int, default=20, help="runs of everything in turn (20)")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens of a run (96)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[0, 1, 2, 3, 4, 6, 8], help="fixed draft lengths of the pair")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="which of the above")
     options = parser.parse_args()
     if min(options.pairs, options.tokens) < 1:
         parser.error("--pairs and --tokens must be at least 1")
@@ -136,4 +144,4 @@ def main():
 
 
 if __name__ == "__main__":
-    command(main)
+    sys.exit(exit_code(main))

@@ -9,6 +9,7 @@ is compared with the same row alone (at the first of the draft lengths) before a
 import argparse
 import json
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from pathlib import Path
 import mlx.core as mx
 
 import mlx_gemma_mtp
-from bench.engines import GREEDY, Loaded, MlxVlm, Ours, load
-from bench.machine import check_blas, command
+from bench.engines import GREEDY, Loaded, MlxVlm, Ours, load, parting
+from bench.machine import check_blas
+from mlx_gemma_mtp.command import exit_code
 
 SHORTEST, LONGEST = 40, 200  # tokens of a prompt
 
@@ -131,8 +133,7 @@ def compare(runs: list[BatchRun], reference: list[list[int]]) -> dict:
     for run in runs:
         for row, (ours, theirs) in enumerate(zip(run.tokens, reference, strict=True)):
             if ours != theirs:
-                same = (a == b for a, b in zip(ours, theirs))
-                parted[row] = next((at for at, is_same in enumerate(same) if not is_same), min(len(ours), len(theirs)))
+                parted[row] = parting(ours, theirs)
     return {"same_rows": len(reference) - len(parted), "parted": parted}
 
 
@@ -169,11 +170,17 @@ def show(line: dict) -> None:
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.batch", description=__doc__.splitlines()[0])
-    parser.add_argument("pair", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--drafts", type=lambda text: text if text == "auto" else int(text), nargs="+", default=[0, 3, "auto"])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("pair", type=Path, help="directory with target/ and drafter/")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8], help="rows of a batch (1 4 8)")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of a row (48)")
+    parser.add_argument(
+        "--drafts",
+        type=lambda text: text if text == "auto" else int(text),
+        nargs="+",
+        default=[0, 3, "auto"],
+        help="numbers or auto",
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each (3)")
     options = parser.parse_args()
     if min(options.tokens, options.repeats) < 1:
         parser.error("--tokens and --repeats must be at least 1")
@@ -183,4 +190,4 @@ def main():
 
 
 if __name__ == "__main__":
-    command(main)
+    sys.exit(exit_code(main))

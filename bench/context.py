@@ -8,13 +8,15 @@ PAIR: a directory with target/ and drafter/. The prompt is random ids: content d
 import argparse
 import copy
 import json
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 
 import mlx_gemma_mtp
 from bench.engines import PEERS, WARM, Loaded, Ours, load
-from bench.machine import check_blas, command
+from bench.machine import check_blas
+from mlx_gemma_mtp.command import exit_code
 
 NEGLIGIBLE = 4096  # tokens of a prompt beside which making graphs takes no time, so that it need not be run twice
 
@@ -37,7 +39,7 @@ class EveryLayer(Ours):
 def measure(loaded: Loaded, lengths: list[int], tokens: int, drafts: list[int]) -> list[dict]:
     """A line per engine and context length that the target allows; a round is the mean of those of `tokens` tokens."""
     lines, limit = [], loaded.pair.target.args.max_position_embeddings
-    engines = [*loaded.ours(drafts), *([loaded.mlx_lm] if loaded.mlx_lm else []), *loaded.mlx_vlm(drafts)]
+    engines = [*loaded.ours(drafts), *loaded.peers(drafts)]
     for length in lengths:
         if length + tokens > limit:
             print(f"{length} tokens are left out: the context holds {limit}")
@@ -71,9 +73,9 @@ def show(line: dict) -> None:
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.context", description=__doc__.splitlines()[0])
-    parser.add_argument("pair", type=Path)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("pair", type=Path, help="directory with target/ and drafter/")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=60, help="tokens after it (60)")
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 4], help="draft lengths")
     parser.add_argument("--peers", choices=PEERS, nargs="*", default=list(PEERS), help="what to compare with")
     options = parser.parse_args()
@@ -85,4 +87,4 @@ def main():
 
 
 if __name__ == "__main__":
-    command(main)
+    sys.exit(exit_code(main))

@@ -6,7 +6,7 @@ import sys
 import time
 
 import mlx_gemma_mtp
-from bench.engines import Run
+from bench.engines import Run, parting
 from mlx_gemma_mtp.calibration import measure as measure_costs
 
 PAUSE = 2.0 if sys.platform == "darwin" else 0.0  # seconds between runs, for a chip to cool
@@ -53,11 +53,6 @@ def summarise(results: dict[str, list[Run]], base: str) -> list[dict]:
             "accepted_by_position": by_position(runs),
         })  # fmt: skip
     return lines
-
-
-def parting(tokens: list[int], reference: list[int]) -> int:
-    """Index of the first token that differs."""
-    return next((i for i, (a, b) in enumerate(zip(tokens, reference)) if a != b), min(len(tokens), len(reference)))
 
 
 def by_position(runs: list[Run]) -> list[float]:

@@ -133,6 +133,11 @@ def in_float32(model):
     return model
 
 
+def parting(tokens: list[int], reference: list[int]) -> int:
+    """Index of the first token that differs."""
+    return next((i for i, (a, b) in enumerate(zip(tokens, reference)) if a != b), min(len(tokens), len(reference)))
+
+
 @dataclass
 class Loaded:
     """Everything that is measured, each loaded once. None: left out."""
@@ -144,6 +149,10 @@ class Loaded:
 
     def ours(self, lengths: list) -> list[Ours]:
         return [Ours(self.pair, k, f"ours K={k}" if k not in (0, "auto") else f"ours {k or 'plain'}") for k in lengths]
+
+    def peers(self, lengths: list[int]) -> list:
+        """mlx-lm, and mlx-vlm as `mlx_vlm` gives it."""
+        return [*([self.mlx_lm] if self.mlx_lm else []), *self.mlx_vlm(lengths)]
 
     def mlx_vlm(self, lengths: list[int]) -> list[MlxVlm]:
         """At those draft lengths that can be had; 0 is plain."""

@@ -3,26 +3,15 @@
 import os
 import platform
 import sys
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mlx.core as mx
 
 from mlx_gemma_mtp.checkpoint import machine_bytes
-from mlx_gemma_mtp.errors import MtpError
 
 HOW = """    apt-get install libopenblas0-pthread
     LD_PRELOAD=/usr/lib/$(uname -m)-linux-gnu/openblas-pthread/libblas.so.3 """
-
-
-def command(main: Callable[[], None]) -> None:
-    """Runs a command; what a user can mend is one line, exit code 2."""
-    try:
-        main()
-    except MtpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def check_blas() -> None:

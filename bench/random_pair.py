@@ -151,12 +151,12 @@ def write_pair(
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.random_pair", description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--size", choices=SIZES, default="E2B")
-    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("out", type=Path, help="directory to make")
+    parser.add_argument("--size", choices=SIZES, default="E2B", help="whose structure (E2B)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of its widths (1.0)")
     parser.add_argument("--vocab", type=int, help="a multiple of 128 (default: as published)")
     parser.add_argument("--context", type=int, default=40960, help="positions the pair must be able to hold")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     options = parser.parse_args()
     if options.scale <= 0:
         parser.error(f"--scale {options.scale}: give a number above 0")

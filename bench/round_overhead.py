@@ -1,6 +1,7 @@
 """Milliseconds of a round beside mlx-vlm's, where arithmetic costs nothing: a tiny random pair, K = 4, greedy.
 
-    python -m bench.round_overhead PAIR        # a directory with target/ and drafter/; needs mlx-vlm 0.7.10
+    python -m bench.random_pair tiny --size E2B --scale 0.05 --vocab 2048
+    python -m bench.round_overhead tiny        # needs mlx-vlm 0.7.10
 
 What is left on so small a pair is the cost of operations, graphs and synchronisation. Runs alternate; the last line is JSON.
 """
@@ -8,18 +9,20 @@ What is left on so small a pair is the cost of operations, graphs and synchronis
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 
 from bench.engines import load
-from bench.machine import check_blas, command
+from bench.machine import check_blas
+from mlx_gemma_mtp.command import exit_code
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.round_overhead", description=__doc__.splitlines()[0])
-    parser.add_argument("pair", type=Path)
-    parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=120)
-    parser.add_argument("--runs", type=int, default=8)
+    parser.add_argument("pair", type=Path, help="directory with target/ and drafter/")
+    parser.add_argument("--drafts", type=int, default=4, help="draft length (4)")
+    parser.add_argument("--tokens", type=int, default=120, help="tokens of a run (120)")
+    parser.add_argument("--runs", type=int, default=8, help="timed runs of each (8)")
     options = parser.parse_args()
     check_blas()
     loaded = load(options.pair, peers=["mlx-vlm"])
@@ -40,4 +43,4 @@ def main():
 
 
 if __name__ == "__main__":
-    command(main)
+    sys.exit(exit_code(main))

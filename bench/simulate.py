@@ -82,7 +82,7 @@ def main():
     import matplotlib.pyplot as plt
 
     parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="regret.png")
+    parser.add_argument("--out", default="regret.png", help="file of the plot (regret.png)")
     options = parser.parse_args()
     acceptances = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
     figure, axis = plt.subplots(figsize=(6, 4))

@@ -4,7 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from mlx_gemma_mtp.errors import MtpError, OptionError
+from mlx_gemma_mtp.command import exit_code
+from mlx_gemma_mtp.errors import OptionError
 from mlx_gemma_mtp.hub import SIZES, cache_directory, drafter_id, hub_id, resolve, say
 
 from .build import DTYPES, Options, convert
@@ -86,15 +87,7 @@ def convert_sources(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0, 2 for a user's mistake, 130 after Ctrl-C."""
     options = parse(arguments)
-    try:
-        run(options)
-    except MtpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was left behind", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: run(options), "interrupted: nothing was left behind")
 
 
 if __name__ == "__main__":

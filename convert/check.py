@@ -17,6 +17,8 @@ from .parts import Part, slices
 
 def check(directory: Path) -> dict:
     """Checks everything and returns pair.json. Raises CheckpointError with the first fault."""
+    if not (directory / PAIR).exists():
+        raise CheckpointError(f"{directory} has no {PAIR}: give a directory that a conversion wrote")
     pair = read_json(directory / PAIR)
     if pair.get("format_version") != FORMAT_VERSION:
         version = pair.get("format_version")

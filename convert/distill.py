@@ -15,9 +15,10 @@ from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 from mlx_gemma_mtp.checkpoint import read_json, read_tensors
+from mlx_gemma_mtp.command import exit_code
 from mlx_gemma_mtp.config import check_pair, load_drafter_config
 from mlx_gemma_mtp.drafter import load_drafter
-from mlx_gemma_mtp.errors import MtpError, OptionError
+from mlx_gemma_mtp.errors import OptionError
 from mlx_gemma_mtp.hub import find, load
 from mlx_gemma_mtp.pair import Pair
 from mlx_gemma_mtp.sampling import Sampling
@@ -223,6 +224,12 @@ def planned_steps(options, out: Path, target: Target, source: Path, stream: np.n
     return steps
 
 
+def report_of(report: dict) -> None:
+    """Prints what was kept."""
+    kept = "the tuned drafter" if report["kept"] == "tuned" else "no gain: the drafter it started from"
+    print(f"kept {kept}: {describe(report['best'])}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mlx_gemma_mtp.convert.distill", description=__doc__.split("\n")[0])
     parser.add_argument("--pair", required=True, help="directory with target/ and drafter/, or a target with --drafter")
@@ -242,14 +249,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory", type=int, default=2, help="GiB for distributions over the vocabulary (default 2)")
     parser.add_argument("--workers", type=int, default=1, help="threads that share a batch, of use on a CPU (default 1)")
     parser.add_argument("--seed", type=int, default=0)
-    try:
-        report = distill(parser.parse_args(arguments))
-    except MtpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    kept = "the tuned drafter" if report["kept"] == "tuned" else "no gain: the drafter it started from"
-    print(f"kept {kept}: {describe(report['best'])}")
-    return 0
+    options = parser.parse_args(arguments)
+    return exit_code(lambda: report_of(distill(options)), "interrupted: the same command goes on from here")
 
 
 if __name__ == "__main__":

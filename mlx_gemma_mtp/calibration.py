@@ -101,8 +101,8 @@ def save_knowledge(engine: Engine, knowledge: Knowledge) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         costs: dict = {}
-        for (rows, octave), of in knowledge.costs.copy().items():
-            costs.setdefault(rows, {})[octave] = asdict(of)
+        for (rows, of), known in knowledge.costs.copy().items():
+            costs.setdefault(rows, {})[of] = asdict(known)
         temporary.write_text(json.dumps(vars(knowledge) | {"costs": costs}))
         temporary.replace(file)
     except OSError:

@@ -1,14 +1,13 @@
 """python -m mlx_gemma_mtp.chat: a conversation in a terminal, or in a pipe with one prompt a line."""
 
 import argparse
-import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from .calibration import cache_directory
+from .command import exit_code
 from .conversation import ON_FULL, Chat
 from .draft_length import as_policy
 from .errors import MtpError, OptionError
@@ -264,16 +263,7 @@ def run(options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0, 2 for a user's mistake (in a pipe: in any line), 130 after Ctrl-C."""
-    try:
-        return run(parse(arguments))
-    except MtpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output has gone; keep the interpreter from writing to it again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    return exit_code(lambda: run(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import os
-import signal
 import sys
 from dataclasses import asdict
 
 from tqdm import tqdm
 
-from .errors import MtpError, OptionError, PromptError
+from .command import exit_code
+from .errors import OptionError, PromptError
 from .hub import DTYPES, load
 from .sampling import PENALTY_CONTEXT, Sampling
 
@@ -147,20 +146,7 @@ def advance(bar: tqdm, done: int, total: int) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0, 2 for a user's mistake, 130 after Ctrl-C."""
     options = parse(arguments)
-    try:
-        return run(options)
-    except MtpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output has gone; keep the interpreter from writing to it again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
+    return exit_code(lambda: run(options))
 
 
 if __name__ == "__main__":

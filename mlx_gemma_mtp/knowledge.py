@@ -54,7 +54,7 @@ class Costs:
             w: s * (1 + change * (1 + share) * (1.0 if w == width else others)) for w, s in self.verify_seconds.items()
         }
         self.measured += 1
-        self.played[width] = self.measured
+        self.played = self.played | {width: self.measured}
 
 
 @dataclass

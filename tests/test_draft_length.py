@@ -1,6 +1,9 @@
 """The automatic draft length against the best fixed one, on cost curves published for Macs and on random ones."""
 
 import random
+import sys
+import threading
+from dataclasses import asdict
 
 import pytest
 
@@ -155,3 +158,46 @@ def test_the_controller_uses_the_costs_of_its_context():
     assert controller.draft_length == 8
     controller.observe(0, 0, [0], None, 30000)
     assert controller.draft_length == 0
+
+
+def test_confidences_are_used_once():
+    """A decode that begins anew, as after a batch's rows have left, verifies nothing: what is old must teach nothing."""
+    know = Knowledge({(1, octave(0)): Costs({1: 1.0, 9: 1.1}, 0.01, 99)}, seen_by_confidence=[99] * 8)
+    controller = AutoController(know)
+    controller.verify(4, [[0.1, 0.1, 0.1, 0.1]])
+    controller.observe(1, 4, [1], None, 0)
+    before = list(know.acceptance), list(know.seen)
+    controller.observe(0, 4, [0], None, 0)
+    assert (know.acceptance, know.seen) == before
+
+
+def test_a_draft_that_was_not_verified_is_no_evidence():
+    know = Knowledge({(1, octave(0)): Costs({1: 1.0, 9: 1.1}, 0.01, 99)}, seen_by_confidence=[99] * 8)
+    know.expect_outcome(2, 0.1)
+    assert know.acceptance[2] < 0.7 and know.seen[2] == 0
+
+
+def test_costs_may_be_read_while_another_thread_learns():
+    know, failures = Knowledge({(1, octave(0)): Costs({1: 1.0, 5: 2.0}, 0.05)}), []
+
+    def use(rows):
+        try:
+            for index in range(3000):
+                costs = know.costs_at(rows + index % 7, 2000 * (index % 9))
+                costs.learn(1 + index % 9, index % 5, 1.0)
+                if index % 50 == 0:
+                    [asdict(known) for known in know.costs.copy().values()]
+        except RuntimeError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use, args=(1 + 3 * i,)) for i in range(4)]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    assert not failures

@@ -7,9 +7,9 @@ from pathlib import Path
 import mlx_gemma_mtp
 
 ORDER = [
-    "errors", "checkpoint", "config", "cache", "sampling", "knowledge", "draft_length", "joined", "target", "cluster_head",
-    "drafter", "prefix", "speculative", "calibration", "tokenizer", "channels", "saved", "conversation", "stats",
-    "transcript", "batch", "pair", "hub", "generate", "chat",
+    "errors", "command", "checkpoint", "config", "cache", "sampling", "knowledge", "draft_length", "joined", "target",
+    "cluster_head", "drafter", "prefix", "speculative", "calibration", "tokenizer", "channels", "saved", "conversation",
+    "stats", "transcript", "batch", "pair", "hub", "generate", "chat",
 ]  # fmt: skip
 PACKAGE = Path(mlx_gemma_mtp.__file__).parent
 
