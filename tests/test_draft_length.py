@@ -91,6 +91,16 @@ def test_neighbours_are_looked_at_in_short_generations_too():
     assert {best - 1, best} <= lengths and max(lengths) > best
 
 
+def test_plain_decoding_that_was_measured_in_a_slow_minute_is_looked_at_again():
+    world, know = World("M1 Max", 0.0, False, 8), Knowledge()
+    world.play(Auto(know, world.calibrate).begin(), 200)
+    know.costs_at(1, 0).verify_seconds[1] *= 2
+    controller = AutoController(know)
+    assert controller.draft_length > 0
+    world.play(controller, 400)
+    assert controller.draft_length == 0
+
+
 def test_outliers_do_not_derail_the_costs():
     know = Costs({1: 1.0, 3: 1.2, 5: 1.6, 9: 3.0}, 0.05, 99, {5: 99})
     for _ in range(3):
@@ -182,9 +192,9 @@ def test_costs_may_be_read_while_another_thread_learns():
 
     def use(rows):
         try:
-            for index in range(3000):
+            for index in range(1500):
                 costs = know.costs_at(rows + index % 7, 2000 * (index % 9))
-                costs.learn(1 + index % 9, index % 5, 1.0)
+                costs.learn(1 + index % 199, index % 5, 1.0)
                 if index % 50 == 0:
                     [asdict(known) for known in know.costs.copy().values()]
         except RuntimeError as error:
