@@ -7,7 +7,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-COLOURS = {"ours alone": "#9ecae1", "ours": "#1f77b4", "mlx-lm": "#7f7f7f", "mlx-vlm": "#d62728"}
+COLOURS = {"ours alone": "#9ecae1", "ours, every": "#9ecae1", "ours": "#1f77b4", "mlx-lm": "#7f7f7f", "mlx-vlm": "#d62728"}
 STYLES = ("-", "--", ":", "-.")
 
 
